@@ -19,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import other_shares
 import torch
 from torch import Tensor, nn
 
-import other_shares
 import shiftmend
 from shiftmend import demo
 from shiftmend.adaptation import auto

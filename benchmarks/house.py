@@ -50,6 +50,16 @@ NOT_VERBS = (
 LONGEST_MATCH_WORDS = 4
 """A `match=` of more words than that pins a sentence."""
 
+MAX_ERROR_WORDS = 25
+"""An error of more words is not read to its end. Each `{...}` of an f-string counts as one word."""
+
+ADVICE_VERBS = (
+    "Add|Allow|Ask|Bring|Call|Check|Choose|Close|Complete|Convert|Copy|Delete|Download|Fetch|Free|Get|Give|Go|Install|"
+    "Keep|Leave|Let|List|Load|Lower|Make|Move|Name|Open|Pad|Pass|Permit|Profile|Put|Raise|Read|Register|Rehearse|"
+    "Remove|Rename|Repair|Repeat|Replace|Run|Save|See|Set|Start|Store|Tap|Track|Train|Try|Unpack|Use|Wait|Write"
+)
+"""First words of a sentence or clause that says what to do about an error."""
+
 TOUCHED: dict[str, tuple[int, list[str]]] = {
     "a verdict signal": (2, ["verification/signals.py", "research/bench/pages.py"]),
     "a statistic in the profile": (2, ["stats/gaussians.py", "profiles/collect.py"]),
@@ -559,6 +569,48 @@ def pinned_sentences(package: Path, sources: list[Source]) -> Figure:
     return figure
 
 
+def error_messages(source: Source, classes: set[str]) -> Iterator[tuple[ast.AST, str]]:
+    """Give the messages of errors that a file makes, with `{}` for each part that is known only when it runs."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and node.args and getattr(node.func, "id", "") in classes:
+            parts = node.args[0].values if isinstance(node.args[0], ast.JoinedStr) else [node.args[0]]
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts)
+            if text != "{}":
+                yield node, text
+
+
+def list_errors(sources: list[Source]) -> list[tuple[str, str]]:
+    """List place and message of the errors that users meet: the classes of errors.py.
+
+    Other exceptions are caught inside the library, and their text becomes part of such a message.
+    """
+    (errors,) = (source for source in sources if source.name == "errors.py")
+    classes = {node.name for node in errors.tree.body if isinstance(node, ast.ClassDef)} | {"error"}
+    return [(place(source, node, text), text) for source in sources for node, text in error_messages(source, classes)]
+
+
+def error_forms(package: Path, sources: list[Source]) -> list[Figure]:
+    """Count the errors of the form "Expected X, got Y. Try Z.".
+
+    An error about a damaged file, or one that cannot be written, may open in another way. Whether a message says what
+    to do is guessed from `ADVICE_VERBS`; a sentence that is filled in at the end counts as advice.
+    """
+    found = list_errors(sources)
+    advises = re.compile(rf"[.;:,] ((otherwise|or|and|then) )?({ADVICE_VERBS})\b", re.IGNORECASE)
+    others = [line for line, text in found if not text.startswith("Expected ")]
+    silent = [line for line, text in found if not advises.search(text) and not re.search(r"[.;:] ?{}\.?$", text)]
+    return [
+        Figure(f"errors (of {len(found)}) that open with Expected", len(found) - len(others), "-", True, others),
+        Figure(f"errors (of {len(found)}) that say what to do", len(found) - len(silent), "-", True, silent),
+    ]
+
+
+def lengthy_errors(package: Path, sources: list[Source]) -> Figure:
+    """Count errors of more words than anybody reads."""
+    where = [line for line, text in list_errors(sources) if len(text.split()) > MAX_ERROR_WORDS]
+    return at_most(f"errors of more than {MAX_ERROR_WORDS} words", 0, where)
+
+
 def docstring_share(package: Path, sources: list[Source]) -> Figure:
     """Measure how many of all lines are docstrings of modules, classes and functions, in percent."""
     owners = [node for source in sources for node, _, _ in docstrings(source)]
@@ -584,6 +636,8 @@ MEASURES: tuple[Callable[[Path, list[Source]], Figure | list[Figure]], ...] = (
     docstring_openings,
     undocumented_names,
     pinned_sentences,
+    error_forms,
+    lengthy_errors,
     docstring_share,
 )
 

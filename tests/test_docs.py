@@ -365,7 +365,7 @@ def test_the_page_of_the_command_line_is_made_from_the_commands() -> None:
     assert "### `shiftmend bench run`" in text
     assert "| `--out`, `-o` | required | Folder for the adapted model, history and manifest. |" in text
     assert "shiftmend adapt MODEL [OPTIONS]" in text
-    assert "| `--seed` | `0` | Seed of everything. |" in text
+    assert "| `--seed` | `0` | Seed of all random numbers. |" in text
 
 
 @pytest.mark.slow

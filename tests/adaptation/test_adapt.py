@@ -299,7 +299,7 @@ def test_one_sample() -> None:
     with pytest.raises(AdaptationError, match="one target sample"):
         shiftmend.adapt(with_norm.model, with_norm.target[:1], with_norm.profile(), "fr")
     for method in ("fr", "bufr", "bnm", "bnm-im", "shot-im"):
-        with pytest.raises(AdaptationError, match=rf"one target sample.* {method} "):
+        with pytest.raises(AdaptationError, match=f"{method}, got one target"):
             shiftmend.adapt(without.model, without.target[:1], without.profile(), method)
         with pytest.raises(AdaptationError, match="batch size of one"):
             shiftmend.adapt(without.model, without.target[:9], without.profile(), method, batch_size=1)
@@ -330,7 +330,7 @@ def test_one_image_is_too_few_where_slices_of_pooled_features_are_aligned_as_wel
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state() -> None:
     world = sensors(norm=False)
-    with pytest.raises(DivergedError, match="lower the learning rate") as caught:
+    with pytest.raises(DivergedError, match="Lower the learning rate") as caught:
         shiftmend.adapt(world.model, world.target, world.profile(), "fr", epochs=9, learning_rate=1e38, progress=False)
     kept = caught.value.adaptation
     assert kept.manifest["status"] == "diverged"
@@ -497,11 +497,11 @@ def test_the_manifest_says_how_and_can_be_saved(tmp_path) -> None:  # type: igno
 def test_bad_input_is_one_sentence() -> None:
     world = sensors()
     profile = world.profile()
-    with pytest.raises(AdaptationError, match=r"'magic'.*source-only"):
+    with pytest.raises(AdaptationError, match=r"source-only.*'magic'"):
         shiftmend.adapt(world.model, world.target, profile, "magic")
-    with pytest.raises(AdaptationError, match="no option 'epoch'"):
+    with pytest.raises(AdaptationError, match="got 'epoch'"):
         shiftmend.adapt(world.model, world.target, profile, "fr", epoch=3)
-    with pytest.raises(AdaptationError, match="needs a profile"):
+    with pytest.raises(AdaptationError, match="Expected a profile"):
         shiftmend.adapt(world.model, world.target)
     with pytest.raises(DataError, match="empty"):
         shiftmend.adapt(world.model, world.target[:0], profile)
@@ -509,11 +509,11 @@ def test_bad_input_is_one_sentence() -> None:
         shiftmend.adapt(world.model, world.target * torch.nan, profile)
     with pytest.raises(DataError, match="generator"):
         shiftmend.adapt(world.model, (x for x in world.target), profile)
-    with pytest.raises(shiftmend.ShiftmendError, match="device 'tpu9'"):
+    with pytest.raises(shiftmend.ShiftmendError, match=r"device.*'tpu9'"):
         shiftmend.adapt(world.model, world.target, profile, device="tpu9")
-    with pytest.raises(shiftmend.ProfileError, match="could not be read"):
+    with pytest.raises(shiftmend.ProfileError, match="cannot be read"):
         shiftmend.adapt(world.model, world.target, "nowhere.safetensors")
-    with pytest.raises(AdaptationError, match="no tap 'middle'"):
+    with pytest.raises(AdaptationError, match="tap 'middle'"):
         shiftmend.adapt(world.model, world.target, profile, "fr", align=("middle",))
     for wrong in ({"learning_rate": -1}, {"epochs": 0}, {"align": ()}):
         with pytest.raises(AdaptationError):
@@ -755,7 +755,7 @@ def test_a_model_that_cuts_the_gradient_off_is_named() -> None:
             return self.head(hidden)
 
     world, model = sensors(), Cut()
-    with pytest.raises(AdaptationError, match="no gradient"):
+    with pytest.raises(AdaptationError, match="with a gradient"):
         shiftmend.adapt(model, world.target, shiftmend.profile(model, world.source), "bufr", progress=False)
 
 
@@ -801,11 +801,11 @@ def test_an_output_named_when_profiling_need_not_be_named_again() -> None:
 def test_wrong_types_are_one_sentence() -> None:
     world = sensors()
     profile = world.profile()
-    with pytest.raises(shiftmend.ShiftmendError, match=r"expected a torch\.nn\.Module"):
+    with pytest.raises(shiftmend.ShiftmendError, match=r"Expected .* torch\.nn\.Module"):
         shiftmend.profile(lambda x: x, world.source)  # type: ignore[arg-type]
     with pytest.raises(shiftmend.ShiftmendError, match="scripted"):
         shiftmend.profile(torch.jit.script(nn.Linear(2, 2)), world.source)
-    with pytest.raises(ProfileError, match="profile is a dict"):
+    with pytest.raises(ProfileError, match=r"profile.*got a dict"):
         shiftmend.adapt(world.model, world.target, {})  # type: ignore[arg-type]
     with pytest.raises(AdaptationError, match="seed"):
         shiftmend.adapt(world.model, world.target, profile, seed=None)  # type: ignore[arg-type]
@@ -872,21 +872,21 @@ def test_a_loader_with_its_own_generator_is_reproducible_and_left_as_it_was() ->
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"checkpoint": 3}, "checkpoint is 3"),
-        ({"checkpoint": ""}, "checkpoint is ''"),
-        ({"on_epoch": "print"}, "on_epoch is 'print'"),
-        ({"preprocess": [1]}, r"preprocess is \[1\]"),
+        ({"checkpoint": 3}, "checkpoint, got 3"),
+        ({"checkpoint": ""}, "checkpoint, got ''"),
+        ({"on_epoch": "print"}, "on_epoch.*got 'print'"),
+        ({"preprocess": [1]}, r"preprocess.*got \[1\]"),
         ({"autocast": "no"}, r"autocast.*got 'no'"),
         ({"resident": None}, r"resident.*got None"),
         ({"capture": torch.zeros(2)}, r"capture.*Tensor"),
         ({"compile": 1}, r"compile.*got 1"),
         ({"keep": ["last"]}, r"keep.*\['last'\]"),
-        ({"blocks": 3}, "blocks is 3"),
-        ({"output": "logits"}, "no entry 'logits'"),
-        ({"align": 3}, r"names no tap.*3"),
-        ({"align": ("features", 1)}, "align names no tap"),
-        ({"divergence": ["psi"]}, r"divergence \['psi'\]"),
-        ({"method": ["fr"]}, r"method \['fr'\]"),
+        ({"blocks": 3}, "blocks.*got 3"),
+        ({"output": "logits"}, "under 'logits'"),
+        ({"align": 3}, r"name taps.*3"),
+        ({"align": ("features", 1)}, "align to name taps"),
+        ({"divergence": ["psi"]}, r"divergence.*\['psi'\]"),
+        ({"method": ["fr"]}, r"method.*\['fr'\]"),
         ({"method": nn.ReLU}, "class ReLU"),
     ],
 )
@@ -955,7 +955,7 @@ def test_a_mask_of_infinities_is_not_broken() -> None:
     assert result.model.mask[-1] == -math.inf
     with torch.no_grad():
         model.mask[0] = math.nan
-    with pytest.raises(AdaptationError, match="infinite in 'mask'"):
+    with pytest.raises(AdaptationError, match="infinity in 'mask'"):
         shiftmend.adapt(model, inputs, profile, "fr", epochs=2, progress=False)
 
 
@@ -971,7 +971,7 @@ def test_rates_may_come_as_an_array() -> None:
 def test_an_adaptation_is_saved_in_a_folder_with_a_name(wrong: object) -> None:
     world = sensors()
     result = shiftmend.adapt(world.model, world.target, method="source-only", progress=False)
-    with pytest.raises(shiftmend.ShiftmendError, match=r"folder.*expected a name"):
+    with pytest.raises(shiftmend.ShiftmendError, match=r"Expected a name.*folder"):
         result.save(wrong)  # type: ignore[arg-type]
 
 
@@ -1002,7 +1002,7 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
         lambda: shiftmend.adapt(model, world.target, method="source-only", progress=False),
         lambda: shiftmend.stream(model, method="source-only"),
     ):
-        with pytest.raises(AdaptationError, match=r"copied.*_thread\.lock"):
+        with pytest.raises(AdaptationError, match=r"deepcopy.*_thread\.lock"):
             attempt()
 
 
@@ -1024,7 +1024,7 @@ def test_a_copy_that_runs_layers_of_the_callers_model_is_refused() -> None:
         lambda: shiftmend.adapt(model, world.target, method="adabn", progress=False),
         lambda: shiftmend.stream(model, method="adabn").step(world.target),
     ):
-        with pytest.raises(AdaptationError, match=r"'body'.*caller's"):
+        with pytest.raises(AdaptationError, match=r"'body' of the original"):
             attempt()
     assert model.body[1].num_batches_tracked == 0
     model(world.target)  # which goes on working
@@ -1066,13 +1066,13 @@ def test_a_copy_that_shares_what_would_change_is_refused(frozen: nn.Module, meth
         lambda: shiftmend.adapt(model, world.target, profile, method, device="cpu", progress=False),
         lambda: shiftmend.stream(model, profile, method, device="cpu").step(world.target),
     ):
-        with pytest.raises(AdaptationError, match=r"'frozen\.\w+'.*caller's"):
+        with pytest.raises(AdaptationError, match=r"'frozen\.\w+'.*original"):
             attempt()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 class Watched(nn.Module):
-    """Keeps a mean of its own in each pass, as one does who wants no gradient there."""
+    """Keeps a mean of its own in each pass, as one does who wants with a gradient, got none there."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -1219,7 +1219,7 @@ def test_sequences_that_are_padded_by_batches(tokens: bool, tmp_path: Path) -> N
     labelled = [(batch, torch.zeros(len(batch), *[batch.shape[2]] * tokens).long()) for batch in home]
     scores = shiftmend.evaluate(net, DataLoader(labelled, batch_size=None), progress=False)
     assert scores.samples == made.taps["features"].samples
-    with pytest.raises(AdaptationError, match="of one size"):
+    with pytest.raises(AdaptationError, match="fits into memory"):
         shiftmend.adapt(net, loader, made, "shot", progress=False)
 
 

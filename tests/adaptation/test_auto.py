@@ -218,18 +218,18 @@ def test_options_that_auto_does_not_take_are_refused() -> None:
     model, profile = trained()
     inputs = draw(50, 1).inputs
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"learning_rate": 0.1}, "name the method"),
+        ({"learning_rate": 0.1}, "Name the method"),
         ({"on_epoch": lambda model, row: None}, "on_epoch"),
-        ({"method": "bufr", "candidates": ["fr"]}, "leave one of them out"),
+        ({"method": "bufr", "candidates": ["fr"]}, "Leave one of the two out"),
         ({"candidates": "bufr"}, "list of methods"),
         ({"candidates": ["adabn", "adabn"]}, "twice"),
         ({"candidates": ["target-supervised"]}, "labels"),
-        ({"candidates": [TargetSupervised(labels=torch.zeros(50).long())]}, "cannot be a candidate"),
+        ({"candidates": [TargetSupervised(labels=torch.zeros(50).long())]}, "need no labels"),
     ]
     for options, words in wrong:
         with pytest.raises(AdaptationError, match=words):
             shiftmend.adapt(model, inputs, profile, progress=False, **options)
-    with pytest.raises(AdaptationError, match="needs a profile"):
+    with pytest.raises(AdaptationError, match="Expected a profile"):
         shiftmend.adapt(model, inputs, progress=False)
 
 

@@ -66,6 +66,6 @@ def test_of_inputs_that_the_model_refuses_nothing_more_is_said(
     call: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     world = sensors()
-    with pytest.raises(DataError, match=r"inputs of shape \[5\]"):
+    with pytest.raises(DataError, match=r"got shape \[5\]"):
         call(world.model, 100 * world.target[:, :5], world.profile(), progress=False)
     assert caplog.text == ""

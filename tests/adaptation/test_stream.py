@@ -233,14 +233,14 @@ def test_a_single_sample_is_predicted_and_not_learnt_from(name: str, caplog: pyt
 
 def test_nonsense_is_one_sentence() -> None:
     world = sensors()
-    with pytest.raises(AdaptationError, match=r"bufr.*use one of (?!.*bufr)"):
+    with pytest.raises(AdaptationError, match=r"bufr.*Use one of (?!.*bufr)"):
         shiftmend.stream(world.model, world.profile(), "bufr").step(world.target[:50])
-    with pytest.raises(AdaptationError, match="needs a profile"):
+    with pytest.raises(AdaptationError, match="Expected a profile"):
         shiftmend.stream(world.model)
     with pytest.raises(DataError, match="window"):
         shiftmend.stream(world.model, world.profile(), window=0)
     for empty in (world.target[:0], []):
-        with pytest.raises(DataError, match="the batch is empty"):
+        with pytest.raises(DataError, match=r"in the batch.*empty"):
             shiftmend.stream(world.model, world.profile()).step(empty)
     with pytest.raises(ProfileError, match="other layers"):
         shiftmend.stream(ZOO["signal"].model(), world.profile())
@@ -267,7 +267,7 @@ def test_a_batch_that_the_model_cannot_take_changes_nothing() -> None:
     online.step(torch.randn(50, 1, 8, 8))
     before = state(online.snapshot())
     for bad in (torch.randn(50, 1, 9, 9), torch.randn(50, 1, 8, 8).double()):
-        with pytest.raises(DataError, match="inputs of shape"):
+        with pytest.raises(DataError, match="got shape"):
             online.step(bad)
         assert all(torch.equal(a, b) for a, b in zip(state(online.snapshot()), before, strict=True))
     online.step(torch.randn(50, 1, 8, 8))
@@ -302,11 +302,11 @@ def test_a_single_sample_has_no_histogram_also_without_batch_norm(caplog: pytest
     ("wrong", "sentence"),
     [
         ({"window": "16"}, r"window.*got '16'"),
-        ({"preprocess": 3}, "preprocess is 3"),
-        ({"profile": 3}, "profile is an int"),
-        ({"method": []}, "unknown method"),
+        ({"preprocess": 3}, "preprocess.*got 3"),
+        ({"profile": 3}, "profile.*got an int"),
+        ({"method": []}, "Expected the method"),
         ({"align": "middle"}, r"'middle'.*features, logits"),
-        ({"device": []}, r"device.*not available"),
+        ({"device": []}, r"device.*is available"),
     ],
 )
 def test_wrong_arguments_are_refused_before_the_first_step(wrong: dict[str, object], sentence: str) -> None:
@@ -320,18 +320,18 @@ def test_wrong_steps_are_one_sentence_and_the_stream_goes_on() -> None:
     online = shiftmend.stream(world.model, world.profile(), window=np.int64(4))  # type: ignore[arg-type]
     data = TensorDataset(world.target)
     for wrong in (DataLoader(data), data):
-        with pytest.raises(DataError, match=r"one batch.*for batch in"):
+        with pytest.raises(DataError, match=r"one batch.*its batches"):
             online.step(wrong)
     part = world.target[:50]
     for several in ([(part, world.labels[:50])] * 2, [{"inputs": part}] * 2):
         with pytest.raises(DataError, match=r"one batch.*begins.*(tuple|dict)"):
             online.step(several)
-    with pytest.raises(DataError, match="does not take inputs"):
+    with pytest.raises(DataError, match="that the model takes"):
         online.step(((part, part), world.labels[:50]))
-    with pytest.raises(TapError, match="no entry 'logits'"):
+    with pytest.raises(TapError, match="under 'logits'"):
         shiftmend.stream(world.model, world.profile(), output="logits").step(world.target[:50])
     online.step(world.target[:50])
-    with pytest.raises(DataError, match=r"\[6\].*single sample"):
+    with pytest.raises(DataError, match=r"\[6\].*one sample"):
         online.step(world.target[0])
     assert online.steps == 1
 
@@ -474,7 +474,7 @@ def test_a_stream_says_what_it_is_and_how_its_last_batches_were() -> None:
 @pytest.mark.parametrize(("name", "option"), [("fr", "epochs"), ("adabn", "passes")])
 def test_options_without_effect_on_a_stream_are_refused(name: str, option: str) -> None:
     world = sensors()
-    with pytest.raises(AdaptationError, match=f"{option}.*stream.*leave"):
+    with pytest.raises(AdaptationError, match=f"{option}.*stream.*Leave"):
         shiftmend.stream(world.model, world.profile(), name, **{option: 3})
 
 

@@ -43,27 +43,27 @@ def refusal(name: str, *options: str) -> str:
 @pytest.mark.parametrize(
     ("text", "reason", "line"),
     [
-        ("x = 1\ndef make(:\n    pass\n", "could not be imported: SyntaxError: invalid syntax", 2),
-        ("\nraise ValueError('no\\nweights')\n", "could not be imported: ValueError: no weights", 2),
-        ("import json\njson.loads('{')\n", "could not be imported: JSONDecodeError: ", 2),
-        ("import sys\nsys.exit(3)\n", "could not be imported: SystemExit: 3", 2),
-        ("def make():\n    return {}['a']\n", "could not make the model with no options: KeyError: 'a'", 2),
-        ("def make():\n    raise ValueError\n", "could not make the model with no options: ValueError (", 2),
-        ("def make():\n    return 1 + 'a'\n", "could not make the model with no options: TypeError: unsupported", 2),
-        ("import torch\ndef make():\n    torch.nn.Linear(-2, 1)\n", "could not make the model", 3),
+        ("x = 1\ndef make(:\n    pass\n", "got SyntaxError: invalid syntax", 2),
+        ("\nraise ValueError('no\\nweights')\n", "got ValueError: no weights", 2),
+        ("import json\njson.loads('{')\n", "got JSONDecodeError: ", 2),
+        ("import sys\nsys.exit(3)\n", "got SystemExit: 3", 2),
+        ("def make():\n    return {}['a']\n", "to return a model with no options, got KeyError: 'a'", 2),
+        ("def make():\n    raise ValueError\n", "to return a model with no options, got ValueError (", 2),
+        ("def make():\n    return 1 + 'a'\n", "to return a model with no options, got TypeError: unsupported", 2),
+        ("import torch\ndef make():\n    torch.nn.Linear(-2, 1)\n", "to return a model", 3),
     ],
 )
 def test_a_file_that_fails_is_named_with_line_and_reason(tmp_path: Path, text: str, reason: str, line: int) -> None:
     file = written(tmp_path / "broken_net.py", text)
     said = refusal(f"{file}:make")
     assert reason in said
-    assert f"({file}, line {line});" in said
-    assert ("broken_net" in sys.modules) == ("could not make" in reason)  # no half of a module is kept
+    assert f"({file}, line {line})." in said
+    assert ("broken_net" in sys.modules) == ("to return a model" in reason)  # no half of a module is kept
 
 
 def test_a_wrong_option_is_told_from_an_error_inside(tmp_path: Path) -> None:
     file = written(tmp_path / "linear_net.py", LINEAR)
-    assert "could not be called with {'depth': 3}: " in refusal(f"{file}:make", "depth=3")
+    assert "got {'depth': 3}: " in refusal(f"{file}:make", "depth=3")
     assert load_model(f"{file}:make", None, ["width=7"]).in_features == 7
 
 
@@ -89,7 +89,7 @@ def test_a_module_may_lie_in_the_current_folder(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     assert load_model("own_package.net:make", None, []).in_features == 4
-    assert "own_package.net has no 'made'" in refusal("own_package.net:made")
+    assert "'made' in own_package.net" in refusal("own_package.net:made")
     assert "could not be found: No module named 'own_package.gone'" in refusal("own_package.gone:make")
 
 
@@ -100,7 +100,7 @@ def test_a_failed_import_inside_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     for name in (f"{file}:make", "importing_net:make"):
         said = refusal(name)
         assert "could not be found" not in said
-        assert f"No module named 'no_such_library' ({neighbour}, line 2); install it" in said
+        assert f"No module named 'no_such_library' ({neighbour}, line 2). Install it" in said
     file.write_text("from json import nothing_of_that_name\n")
     said = refusal(f"{file}:make")
     assert "cannot import name 'nothing_of_that_name' from 'json'" in said
@@ -129,11 +129,11 @@ def test_weights_that_do_not_fit_are_told_by_name(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="size mismatch for weight"):
         load_model(f"{file}:make", wrapped, [])
     torch.save(torch.nn.Linear(4, 2), whole)
-    with pytest.raises(DataError, match=r"whole model.*state_dict"):
+    with pytest.raises(DataError, match=r"state_dict.*more than tensors"):
         load_model(f"{file}:make", whole, [], allow_pickle=True)
     for kind, held in (("list", [torch.ones(2, 4)]), ("dict", {0: torch.ones(2, 4)})):
         torch.save(held, whole)
-        with pytest.raises(DataError, match=rf"{kind}.*torch\.save"):
+        with pytest.raises(DataError, match=rf"torch\.save.*{kind}"):
             load_model(f"{file}:make", whole, [], allow_pickle=True)
     torch.save({"model": {0: torch.ones(2, 4)}}, whole)
     with pytest.raises(DataError, match=r"'weight' \(1.*'model'"):
@@ -229,9 +229,9 @@ def test_size_scales_an_npz_as_it_scales_a_folder(tmp_path: Path) -> None:
         assert here.dtype == torch.uint8
         assert here.shape == (3, 3, size, size)
         assert int((here.int() - there.int()).abs().max()) <= 1  # the two libraries may round differently
-    with pytest.raises(DataError, match="--size 0"):
+    with pytest.raises(DataError, match=r"--size.*got 0"):
         load_data(path, 0)
-    with pytest.raises(DataError, match=r"--size 5.*images"):
+    with pytest.raises(DataError, match=r"images for --size 5"):
         load_data(stored(tmp_path / "table.npz", inputs=np.zeros((2, 3))), 5)
 
 
@@ -240,10 +240,10 @@ def test_a_mean_or_a_deviation_fits_the_channels() -> None:
     made = parse_normalisation("0.5,0.25,0", "0.5", None)(images)
     assert made[0, :, 0, 0].tolist() == [1.0, 1.5, 2.0]
     for mean, deviation, given in (("0.5,0.5", "1", images), ("0", "1,1", images), ("0,0,0", "1,1", images[:, :1])):
-        with pytest.raises(DataError, match=rf"--mean.*--std.* {given.shape[1]} channel"):
+        with pytest.raises(DataError, match=rf"{given.shape[1]} channel.*--mean.*--std"):
             parse_normalisation(mean, deviation, None)(given)
     for mean, deviation in (("nan", "1"), ("0", "inf")):
-        with pytest.raises(ShiftmendError, match="should be finite"):
+        with pytest.raises(ShiftmendError, match="to be finite"):
             parse_normalisation(mean, deviation, None)
 
 
@@ -255,11 +255,11 @@ def test_channels_are_made_or_refused(tmp_path: Path) -> None:
     assert torch.equal(to_grey(images), grey.float() / 255)
     assert torch.equal(to_colour(images), images.float() / 255)
     assert torch.equal(to_colour(grey), grey.float().expand(-1, 3, -1, -1) / 255)
-    with pytest.raises(DataError, match=r"3 channels.*--channels 2"):
+    with pytest.raises(DataError, match=r"--channels 2.*3 channels"):
         parse_normalisation("0", "1", 2)(images)
     with pytest.raises(DataError, match=r"--channels 1.*float32 \[5\]"):
         to_grey(torch.zeros(2, 5))
-    with pytest.raises(ShiftmendError, match="--channels 0"):
+    with pytest.raises(ShiftmendError, match=r"at least 1.*0"):
         parse_normalisation("0", "1", 0)
 
 
@@ -286,12 +286,12 @@ def test_other_inputs_keep_whole_numbers_whole(tmp_path: Path, kind: Any, expect
     ("arrays", "message"),
     [
         ({"images": np.zeros((2, 4, 4))}, r"uint8 images.*'inputs'"),
-        ({"images": np.zeros((4, 4), np.uint8)}, r"uint8 images.*convert"),
-        ({"pictures": np.zeros((2, 4, 4))}, r"pictures.*'images'"),
+        ({"images": np.zeros((4, 4), np.uint8)}, r"uint8 images.*Convert"),
+        ({"pictures": np.zeros((2, 4, 4))}, r"'images'.*pictures"),
         ({"inputs": np.zeros((2, 4), np.uint8)}, "tokens as int64"),
-        ({"inputs": np.zeros((2, 4), complex)}, r"complex128.*numbers"),
-        ({"inputs": np.zeros((0, 4))}, "expected numbers"),
-        ({"inputs": np.array([["a"], ["b"]])}, "expected numbers"),
+        ({"inputs": np.zeros((2, 4), complex)}, r"numbers.*complex128"),
+        ({"inputs": np.zeros((0, 4))}, "Expected numbers"),
+        ({"inputs": np.array([["a"], ["b"]])}, "Expected numbers"),
     ],
 )
 def test_an_npz_without_usable_inputs(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
@@ -327,7 +327,7 @@ def test_tokens_with_named_classes_can_be_profiled(tmp_path: Path, capsys: pytes
     assert said[1].startswith("error: ")
     code, said = called(capsys, "profile", *arguments, "-o", tmp_path / "q", "--channels", 3)
     assert code == 2
-    assert said[-1].startswith("error: --channels 3 is for 8-bit images")
+    assert said[-1].startswith("error: Expected 8-bit images")
 
 
 def test_weights_with_matched_inputs_are_loaded(tmp_path: Path) -> None:
@@ -355,10 +355,10 @@ def test_tables_and_single_arrays(tmp_path: Path) -> None:
     assert (array.inputs.tolist(), array.labels) == ([[0, 1], [2, 3], [4, 5]], None)
     with pytest.raises(DataError, match="--quantity"):
         load_data(tmp_path / "a.npy", None, {"quantities": ("gas",)})
-    with pytest.raises(DataError, match=r"--size 8 .* table"):
+    with pytest.raises(DataError, match=r"--size 8.* table"):
         load_data(path, 8)
     np.save(tmp_path / "a.npy", np.arange(6.0))
-    with pytest.raises(DataError, match=r"expected numbers \[N"):
+    with pytest.raises(DataError, match=r"Expected numbers \[N"):
         load_data(tmp_path / "a.npy", None)
     (tmp_path / "a.xlsx").write_bytes(b"PK")
     with pytest.raises(DataError, match=r"\.csv"):

@@ -287,7 +287,7 @@ def test_a_few_labels_are_shown_beside_the_estimate(
     assert second.startswith("  the 30 labelled samples alone: ")
     assert json.loads(ok(capsys, *given, home / "few.npz", "--json"))["estimate"]["labelled"]["samples"] == 30
     code, _, err = call(capsys, *given, home / "bare.npz")
-    assert (code, "has no labels" in err) == (2, True)
+    assert (code, "Expected labels in" in err) == (2, True)
     inputs, labels = draw(6, 3)
     write(tmp_path / "odd.npz", inputs, labels + 5)
     code, _, err = call(capsys, *given, tmp_path / "odd.npz")
@@ -309,7 +309,7 @@ def test_a_limit_decides_the_exit_code(home: Path, mended: Path, capsys: pytest.
     ended, out, _ = call(capsys, *given, "--at-least", "1", "--json")
     assert (ended, json.loads(out)["decision"]) == (3, {"at_least": 1.0, "answer": "no"})
     ended, _, err = call(capsys, *given, "--at-most", "1")
-    assert (ended, "use --at-least" in err) == (2, True)
+    assert (ended, "Expected --at-least" in err) == (2, True)
     # Nobody rehearsed: there is no estimate to decide by.
     unrehearsed = [*given[:-1], home / "p"]
     ended, out, _ = call(capsys, *unrehearsed, "--at-least", "0.5")
@@ -362,4 +362,4 @@ def test_errors_of_quantities_have_a_limit_too(home: Path, tmp_path: Path, capsy
     found = json.loads(out)
     assert (found["estimate"]["metric"], found["decision"]["answer"], code) == ("rmse", "yes", 0)
     code, _, err = call(capsys, "verify", *given, "-p", tmp_path / "r", "--at-least", "0.5")
-    assert (code, "use --at-most" in err) == (2, True)
+    assert (code, "Expected --at-most" in err) == (2, True)

@@ -90,10 +90,10 @@ def test_the_command_refuses_in_one_sentence(site: Path, capsys: pytest.CaptureF
     for words, expected in (
         ([*away, *profile, *out, "--adapted", f"{site}/nowhere"], "does not exist"),
         ([*away, "-p", f"{site}/w.safetensors", *out], "profile"),
-        (["-d", f"{site}/nothing", *profile, *out], "there is no"),
+        (["-d", f"{site}/nothing", *profile, *out], "a folder of images"),
         ([*away, *profile, "-o", f"{site}/away"], "the folder"),
         ([*away, *profile, "-o", f"{site}/factory.py"], "HTML page"),
-        ([*away, *profile, "-o", f"{site}/p/no.html"], "is a file"),
+        ([*away, *profile, "-o", f"{site}/p/no.html"], "got the file"),
     ):
         code, _, err = call(capsys, site, *words)
         assert code == 2

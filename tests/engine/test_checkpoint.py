@@ -315,10 +315,10 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_first_epoch(tmp_pa
     (tmp_path / "file").write_text("")
     os.mkfifo(tmp_path / "pipe")
     places = {
-        tmp_path: "is a folder",
+        tmp_path: "got the folder",
         tmp_path / "file/c": r"Not a directory|File exists",
         tmp_path / ("x" * 300): "File name too long",
-        tmp_path / "pipe": "is a device or",
+        tmp_path / "pipe": "a device or a pipe",
     }
     for path, words in places.items():
         with pytest.raises(AdaptationError, match=words):
@@ -350,8 +350,8 @@ def test_a_second_run_with_the_checkpoint_of_one_under_way_is_refused_and_the_fi
     monkeypatch.setattr(checkpoints, "save_tensors", while_it_is_written)
     options = OPTIONS | {"epochs_per_block": 1}
     result = shiftmend.adapt(world.model, world.target, profile, checkpoint=tmp_path / "c", **options)
-    words = f"another run uses checkpoint {tmp_path / 'link'}; let it finish, or name another file"
-    assert refusals == [words] * result.manifest["epochs"]
+    assert len(refusals) == result.manifest["epochs"]
+    assert all(f"{tmp_path / 'link'}, which another run uses" in refusal for refusal in refusals)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "link"]
 
 

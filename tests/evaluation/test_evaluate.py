@@ -84,11 +84,11 @@ def test_labels_count_as_many_classes_as_the_model_knows() -> None:
     world = sensors()
     scored = (world.target, world.labels)
     assert shiftmend.evaluate(world.model, scored, classes=["a", "b", "c"]) == shiftmend.evaluate(world.model, scored)
-    with pytest.raises(DataError, match=r"2 classes.* 3"):
+    with pytest.raises(DataError, match=r"3 classes.* 2"):
         shiftmend.evaluate(world.model, scored, classes=["a", "b"])
     one = (torch.randn(4, 2), torch.tensor([0, 1, 1, 0]))  # a single output tells two classes apart
     assert shiftmend.evaluate(Column(), one, classes=["no", "yes"]).samples == 4
-    with pytest.raises(DataError, match="1 classes"):
+    with pytest.raises(DataError, match=r"2 classes.* 1"):
         shiftmend.evaluate(Column(), one, classes=["yes"])
 
 
@@ -96,7 +96,7 @@ def test_without_labels_there_is_nothing_to_score() -> None:
     world = sensors()
     with pytest.raises(DataError, match=r"labels.*'label' or"):
         shiftmend.evaluate(world.model, world.target)
-    with pytest.raises(DataError, match=r"inputs of shape \[5\]"):
+    with pytest.raises(DataError, match=r"got shape \[5\]"):
         shiftmend.evaluate(world.model, (world.target[:, :5], world.labels))
 
 

@@ -46,7 +46,7 @@ def test_channels_that_cannot_be_told_apart(tmp_path: Path) -> None:
     path = tmp_path / "odd.npz"
     odd = random_images(2, 3, 5, 3)
     np.savez(path, images=odd)
-    with pytest.raises(DataError, match="pass channels_last="):
+    with pytest.raises(DataError, match="Pass channels_last="):
         npz_file(path)
     np.testing.assert_array_equal(npz_file(path, channels_last=False).images.numpy(), odd)
     np.testing.assert_array_equal(npz_file(path, channels_last=True).images.numpy(), odd.transpose(0, 3, 1, 2))
@@ -62,7 +62,7 @@ def test_one_image_is_not_taken_for_its_rows(tmp_path: Path) -> None:
 
 def test_bad_archives(tmp_path: Path) -> None:
     path = tmp_path / "bad.npz"
-    with pytest.raises(DataError, match=r"bad\.npz is missing"):
+    with pytest.raises(DataError, match=r"bad\.npz, which is missing"):
         npz_file(path)
     np.savez(path, images=GREY)
     whole = path.read_bytes()
@@ -77,14 +77,14 @@ def test_bad_archives(tmp_path: Path) -> None:
         npz_file(path)
     for images, labels in ((GREY.astype(float), [0] * 4), (GREY[0], [0] * 8), (GREY, [0.5] * 4), (GREY, [[0]] * 4)):
         np.savez(path, images=images, labels=np.array(labels))
-        with pytest.raises(DataError, match=r"bad\.npz holds"):
+        with pytest.raises(DataError, match=r"bad\.npz, got"):
             npz_file(path)
     np.savez(path, images=GREY, labels=np.zeros(3, int))
-    with pytest.raises(DataError, match="4 images but labels"):
+    with pytest.raises(DataError, match="each of 4 images"):
         npz_file(path)
     with path.open("wb") as handle:
         np.save(handle, GREY)
-    with pytest.raises(DataError, match="holds a single array"):
+    with pytest.raises(DataError, match="a single array"):
         npz_file(path)
 
 
@@ -99,7 +99,7 @@ class RunMe:
 def test_what_is_no_single_array_is_refused_and_not_run(tmp_path: Path) -> None:
     path, mark = tmp_path / "fog.npy", tmp_path / "was-run"
     path.write_bytes(pickle.dumps(RunMe(mark)))
-    with pytest.raises(DataError, match=r"fog\.npy is truncated.*fetch"):
+    with pytest.raises(DataError, match=r"fog\.npy, truncated.*fetch"):
         map_npy(path, "images", "fetch it")
     assert not mark.exists()
     with path.open("wb") as handle:
@@ -112,7 +112,7 @@ def test_a_damaged_header_is_refused_in_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "fog.npy"
     np.save(path, GREY)
     path.write_bytes(path.read_bytes().replace(b"}", b" ", 1))
-    with pytest.raises(DataError, match=r"fog\.npy is truncated.*fetch"):
+    with pytest.raises(DataError, match=r"fog\.npy, truncated.*fetch"):
         map_npy(path, "images", "fetch it")
 
 
@@ -142,6 +142,6 @@ def test_a_damaged_stream_and_a_foreign_file_are_refused_in_one_sentence(tmp_pat
         content[place] ^= 0xFF
     assert any("while decompressing" in reason for reason in reasons)
     path.write_text("neither a zip nor an array")
-    with pytest.raises(DataError, match=r"is no \.npz archive") as refused:
+    with pytest.raises(DataError, match=r"an \.npz archive") as refused:
         npz_file(path)
     assert "pickle" not in str(refused.value)

@@ -170,28 +170,28 @@ class Pictures(Uneven):
     [
         ((INPUTS[i : i + 9] for i in range(0, 70, 9)), r"generator.*only once"),
         (iter(INPUTS.split(9)), "run through only once"),
-        (3, "is an int;"),
-        ("folder/images", r"is a str; .*image_folder\(folder\)\.images"),
-        (None, "is None; expected"),
-        (nn.Sequential(nn.Linear(3, 3)), "is a Sequential; expected"),
-        (Table(), r"Table;.*to_numpy"),
-        (Split(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), None, "scans"), r"Split;.*images"),
-        (Sizeless(), "a Dataset without __len__"),
-        ((1,), r"type int.*tensor"),
-        (([[1.0, 2.0]], [0]), r"type list.*tensor"),
-        ([[1.0, 2.0], [3.0, 4.0]], r"list.*of batches"),
-        ([INPUTS, LABELS], r"differ in shape.*tuple"),
+        (3, "got an int"),
+        ("folder/images", r"got a str\..*image_folder\(folder\)\.images"),
+        (None, "got None"),
+        (nn.Sequential(nn.Linear(3, 3)), "got a Sequential"),
+        (Table(), r"Table\..*to_numpy"),
+        (Split(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), None, "scans"), r"Split\..*images"),
+        (Sizeless(), "a Dataset with __len__"),
+        ((1,), r"tensor.*got int"),
+        (([[1.0, 2.0]], [0]), r"tensor.*got list"),
+        ([[1.0, 2.0], [3.0, 4.0]], r"A list holds batches"),
+        ([INPUTS, LABELS], r"different shapes.*tuple"),
         (torch.tensor(3.0), "single number"),
         (np.array(3.0), "single number"),
         ((INPUTS, LABELS[:-1]), r"70 inputs.*69 labels"),
         ((INPUTS, torch.tensor(1)), r"70 inputs.*1 label"),
         (np.array([None, "a"], dtype=object), "array of object"),
-        (np.ma.masked_less(np.arange(6.0).reshape(3, 2), 1), r"has masked values; .*filled\(\.\.\.\)"),
-        ([np.ma.masked_less(np.arange(6.0).reshape(3, 2), 1)], r"has masked values; .*filled"),
-        ((INPUTS, np.array(["cat", "dog"] * 35)), "no tensor of numbers"),
-        (["a", "b"], "batches of type str"),
+        (np.ma.masked_less(np.arange(6.0).reshape(3, 2), 1), r"masked values.*filled\(\.\.\.\)"),
+        ([np.ma.masked_less(np.arange(6.0).reshape(3, 2), 1)], r"masked values.*filled"),
+        ((INPUTS, np.array(["cat", "dog"] * 35)), "no tensor can hold"),
+        (["a", "b"], "got str"),
         ([{"image": INPUTS, "label": LABELS, "target": LABELS}], r"'label'.*'target'"),
-        ([torch.tensor(1.0)], "type Tensor;"),
+        ([torch.tensor(1.0)], "got Tensor"),
         (INPUTS[:0], "is empty"),
         (np.zeros((0, 3)), "is empty"),
         ((INPUTS[:0], LABELS[:0]), "is empty"),
@@ -244,7 +244,7 @@ def test_what_can_be_run_through_only_once_is_not_called_empty() -> None:
 
     feed = Feed(Once(), resident=False)
     assert len(torch.cat(list(feed.batches()))) == len(INPUTS)
-    with pytest.raises(DataError, match=r"gave nothing.*begin anew"):
+    with pytest.raises(DataError, match=r"later pass.*begin anew"):
         feed.first(2)
 
 
@@ -254,7 +254,7 @@ def test_numbers_that_are_none_are_refused(bad: float, dtype: torch.dtype) -> No
     inputs = torch.zeros(40, 3, 2, 2, dtype=dtype)
     inputs[7, 0, 1, 1] = inputs[7, 1, 0, 0] = inputs[31, 2, 0, 0] = bad
     for source in (inputs, inputs.numpy(), (inputs, LABELS[:40]), TensorDataset(inputs)):
-        with pytest.raises(DataError, match=r"infinite.*sample 7"):
+        with pytest.raises(DataError, match=r"infinity.*sample 7"):
             Feed(source)
     with pytest.raises(DataError, match="first in sample 31 "):
         Feed(list(torch.cat([inputs[:7], inputs[:1], inputs[8:]]).split(8)))
@@ -262,7 +262,7 @@ def test_numbers_that_are_none_are_refused(bad: float, dtype: torch.dtype) -> No
         list(Feed(list(inputs.split(8)), limit=0).batches())
     with pytest.raises(DataError, match="first in sample 1 "):
         Feed(torch.tensor([1.0, bad], dtype=dtype))
-    with pytest.raises(DataError, match=r"NaN or infinite.*remove"):  # which of the Dataset, is not known
+    with pytest.raises(DataError, match=r"NaN or infinity.*Remove"):  # which of the Dataset, is not known
         Feed(DataLoader(TensorDataset(inputs), shuffle=True))
 
 
@@ -275,9 +275,9 @@ def test_inputs_stay_of_the_type_they_came_in(dtype: torch.dtype) -> None:
 
 def test_batches_with_other_axes_and_what_may_be_labels_are_refused() -> None:
     for pair in ([torch.zeros(4, 3), torch.zeros(4, 2)], [INPUTS, LABELS]):  # a list where a tuple was meant
-        with pytest.raises(DataError, match=r"differ in shape.*tuple"):
+        with pytest.raises(DataError, match=r"different shapes.*tuple"):
             Feed(pair)
-    with pytest.raises(DataError, match=r"differ in shape(?!.*tuple)"):  # no inputs and labels
+    with pytest.raises(DataError, match=r"different shapes(?!.*tuple)"):  # no inputs and labels
         Feed(DataLoader([torch.zeros(4, 3), torch.zeros(4)], batch_size=None))
 
 
@@ -310,7 +310,7 @@ def test_impossible_batch_sizes_are_refused(size: int, way: str) -> None:
 
 def test_a_loader_and_another_batch_size_contradict_each_other() -> None:
     loader = DataLoader(Pairs(), batch_size=16)
-    with pytest.raises(DataError, match=r"16.*batch_size=32"):
+    with pytest.raises(DataError, match=r"batch_size=32.*16"):
         Feed(loader, batch_size=32)
     assert Feed(loader, batch_size=16).batch_size == Feed(loader).batch_size == 16
     ready = DataLoader(list(INPUTS.split(7)), batch_size=None)  # which cuts nothing
@@ -321,11 +321,11 @@ def test_a_loader_and_another_batch_size_contradict_each_other() -> None:
 def test_a_sampler_of_batches_and_a_batch_size_contradict_each_other_wherever_the_data_lies(room: str) -> None:
     """Kept data would be cut to that size, while a stream gives the sampler's batches, whatever was asked for."""
     usual = DataLoader(Pairs(), batch_sampler=BatchSampler(range(70), 16, drop_last=False))
-    with pytest.raises(DataError, match=r"16.*batch_size=32"):
+    with pytest.raises(DataError, match=r"batch_size=32.*16"):
         Feed(usual, batch_size=32, **ROOM[room])
     assert Feed(usual, batch_size=16, **ROOM[room]).batch_size == Feed(usual, **ROOM[room]).batch_size == 16
     own = DataLoader(Pairs(), batch_sampler=[[0, 1, 2], [5]])
-    with pytest.raises(DataError, match=r"batch_sampler.*batch_size=3"):
+    with pytest.raises(DataError, match=r"batch_size=3.*batch_sampler"):
         Feed(own, batch_size=3, **ROOM[room])
 
 
@@ -837,7 +837,7 @@ def test_what_comes_beside_the_inputs_may_differ_from_batch_to_batch() -> None:
     boxes = [(INPUTS[:2], torch.zeros(2, 5, 4)), (INPUTS[2:4], torch.zeros(2, 3, 4))]
     feed = Feed(boxes)
     assert torch.equal(torch.cat(list(feed.batches())), INPUTS[:4])
-    with pytest.raises(DataError, match=r"no labels.*pairs"):
+    with pytest.raises(DataError, match=r"Expected labels in"):
         next(feed.labelled_batches())
 
 
@@ -851,7 +851,7 @@ def test_a_tuple_of_batches_is_no_pair_of_inputs_and_labels() -> None:
 @pytest.mark.parametrize(
     ("preprocess", "sentence"),
     [
-        (lambda inputs: None, "preprocess made None"),
+        (lambda inputs: None, "preprocess.*got None"),
         (lambda inputs: inputs.numpy(), r"preprocess.*ndarray"),
         (lambda inputs: inputs[0], r"preprocess.*tensor \[3\]"),
         (lambda inputs: inputs.sum(), r"preprocess.*tensor \[\]"),
@@ -863,7 +863,7 @@ def test_preprocessing_gives_as_many_samples_as_it_got(preprocess: Any, sentence
 
 
 def test_what_is_no_function_does_not_preprocess() -> None:
-    with pytest.raises(DataError, match="preprocess is 3"):
+    with pytest.raises(DataError, match=r"preprocess.*got 3"):
         Feed(INPUTS, preprocess=3)  # type: ignore[arg-type]
 
 
@@ -1073,7 +1073,7 @@ def test_data_without_end_gets_a_word(monkeypatch: pytest.MonkeyPatch, caplog: p
     batches = feed.batches()
     for _ in range(5):
         next(batches)
-    assert "does not say how many" in caplog.text
+    assert "no known length" in caplog.text
 
 
 def test_numbers_that_would_become_others_are_refused() -> None:

@@ -70,7 +70,7 @@ def test_colour_and_channels(tmp_path: Path) -> None:
 def test_mixed_sizes_need_a_size(tmp_path: Path) -> None:
     write_png(tmp_path / "a.png", np.full((4, 6), 10, np.uint8))
     write_png(tmp_path / "b.png", np.full((8, 8), 20, np.uint8))
-    with pytest.raises(DataError, match=r"b\.png.*8 x 8.*size="):
+    with pytest.raises(DataError, match=r"8 x 8.*b\.png.*size="):
         image_folder(tmp_path)
     assert image_folder(tmp_path, size=(3, 5)).images.shape == (2, 1, 3, 5)
     scaled = image_folder(tmp_path, size=6).images
@@ -80,7 +80,7 @@ def test_mixed_sizes_need_a_size(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, -3, (4, 0), (4,), 3.5, True])
 def test_a_size_without_pixels_is_refused(tmp_path: Path, size: Any) -> None:
-    with pytest.raises(DataError, match=r"1 pixel.*size="):
+    with pytest.raises(DataError, match=r"size to be.*pixels"):
         image_folder(tmp_path, size=size)
 
 
@@ -138,22 +138,22 @@ def test_images_a_level_deeper_are_not_passed_over(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_no_dataset(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="absent is missing"):
+    with pytest.raises(DataError, match="absent, which is missing"):
         image_folder(tmp_path / "absent")
-    with pytest.raises(DataError, match="holds no images"):
+    with pytest.raises(DataError, match="got none"):
         image_folder(tmp_path)
     lay_out(tmp_path, ["0", "1"])
     (tmp_path / "2").mkdir()
-    with pytest.raises(DataError, match="2 holds no images"):
+    with pytest.raises(DataError, match="class 2, got none"):
         image_folder(tmp_path)
     (tmp_path / "2").rmdir()
     (tmp_path / ".hidden").mkdir()
     (tmp_path / "notes.txt").write_text("nothing")
     assert len(image_folder(tmp_path)) == 6
-    with pytest.raises(DataError, match=r"\(0, 1\).*\(0, 1, 2\)"):
+    with pytest.raises(DataError, match=r"\(0, 1, 2\).*\(0, 1\)"):
         image_folder(tmp_path, classes=("0", "1", "2"))
     write_png(tmp_path / "stray.png", np.zeros((4, 5), np.uint8))
-    with pytest.raises(DataError, match=r"images \(stray\.png\) beside folders"):
+    with pytest.raises(DataError, match=r"got both \(stray\.png"):
         image_folder(tmp_path)
 
 
@@ -162,10 +162,10 @@ def test_a_damaged_image_is_named(tmp_path: Path, size: int | None) -> None:
     write_png(tmp_path / "good.png", random_images(1, 40, 40)[0])
     whole = (tmp_path / "good.png").read_bytes()
     (tmp_path / "half.png").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"half\.png.*whole image"):
+    with pytest.raises(DataError, match=r"half\.png.*damaged"):
         image_folder(tmp_path, size=size)
     (tmp_path / "half.png").write_bytes(b"not an image")
-    with pytest.raises(DataError, match=r"half\.png.*whole image"):
+    with pytest.raises(DataError, match=r"half\.png.*damaged"):
         image_folder(tmp_path, size=size)
 
 
@@ -180,7 +180,7 @@ def test_a_wrong_byte_anywhere_leaves_an_image_or_one_sentence(tmp_path: Path) -
         except DataError as refusal:
             reasons.append(str(refusal))
     assert reasons
-    assert all(reason.startswith(str(path)) for reason in reasons)
+    assert all(str(path) in reason for reason in reasons)
 
 
 def test_a_picture_too_large_to_be_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [None, 3, "", ["a.png"]])
 def test_a_folder_has_a_name(wrong: object) -> None:
-    with pytest.raises(DataError, match=r"folder.*expected a name"):
+    with pytest.raises(DataError, match=r"Expected a name.*folder"):
         image_folder(wrong)  # type: ignore[arg-type]
 
 

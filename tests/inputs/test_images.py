@@ -86,8 +86,8 @@ def test_take_keeps_order_and_names() -> None:
         (IMAGES[:0], None, "at least one image"),
         (IMAGES, torch.zeros(3, dtype=torch.int64), "4 images"),
         (IMAGES, torch.zeros(4), "int64"),
-        (IMAGES, torch.tensor([0, 1, 2, 0]), "expected 0 to 1"),
-        (IMAGES, torch.tensor([0, -1, 1, 0]), "expected 0 to 1"),
+        (IMAGES, torch.tensor([0, 1, 2, 0]), "Expected 0 to 1"),
+        (IMAGES, torch.tensor([0, -1, 1, 0]), "Expected 0 to 1"),
     ],
 )
 def test_what_is_no_set_of_images_is_refused(images: torch.Tensor, labels: torch.Tensor | None, message: str) -> None:
@@ -97,5 +97,5 @@ def test_what_is_no_set_of_images_is_refused(images: torch.Tensor, labels: torch
 
 def test_labels_of_a_set_without_class_names_are_any_class_numbers() -> None:
     assert len(Split(IMAGES, torch.tensor([0, 1, 8, 0]), "set")) == 4
-    with pytest.raises(DataError, match="labels from -1"):
+    with pytest.raises(DataError, match="got -1"):
         Split(IMAGES, torch.tensor([0, -1, 8, 0]), "set")

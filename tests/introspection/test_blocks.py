@@ -175,7 +175,7 @@ def test_names_given_by_the_user() -> None:
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (["nowhere"], "names no module"),
+        (["nowhere"], "name a module"),
         (["head"], "below the features"),
         (["blocks.0", "blocks"], "twice"),
         ([], "empty"),
@@ -189,7 +189,7 @@ def test_wrong_names_are_one_sentence(names: list[str], words: str) -> None:
 
 def test_a_head_on_raw_inputs_has_nothing_to_adapt() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
-    with pytest.raises(AdaptationError, match="nothing below the features"):
+    with pytest.raises(AdaptationError, match="parameters below the features"):
         blocks_of(model, torch.randn(2, 4))
 
 

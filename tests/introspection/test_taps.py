@@ -91,7 +91,7 @@ def test_more_taps_and_other_axes() -> None:
 
 @pytest.mark.parametrize("spec", ["fc:out", "fc@x", "fc:input@1@2", "fc@²", "fc@--1"])
 def test_tap_grammar_errors(spec: str) -> None:
-    with pytest.raises(TapError, match="expected 'module'"):
+    with pytest.raises(TapError, match="to read 'module'"):
         Tap.parse("mine", spec)
 
 
@@ -123,7 +123,10 @@ def test_an_axis_that_is_not_there_is_named() -> None:
 def test_a_tap_on_a_module_of_several_tensors_says_how_to_name_one() -> None:
     model = nn.Sequential(nn.GRU(3, 4, batch_first=True))
     inputs = torch.randn(2, 5, 3)
-    with attach_taps(model, {"mine": Tap("mine", "0")}), pytest.raises(TapError, match=r"e.g. Tap\(\.\.\., entry=0\)$"):
+    with (
+        attach_taps(model, {"mine": Tap("mine", "0")}),
+        pytest.raises(TapError, match=r"e.g. Tap\(\.\.\., entry=0\)\.$"),
+    ):
         model(inputs)
     with attach_taps(model, {"mine": Tap("mine", "0", channel_axis=2, entry=0)}) as recorder:
         model(inputs)
@@ -133,11 +136,11 @@ def test_a_tap_on_a_module_of_several_tensors_says_how_to_name_one() -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Tap("a", nn.Linear(2, 2)), "tap 'a' is Linear"),
-        (lambda: Tap("a", "0", "both"), "side 'both'"),
+        (lambda: Tap("a", nn.Linear(2, 2)), "tap 'a'.*Linear"),
+        (lambda: Tap("a", "0", "both"), "side.*'both'"),
         (lambda: Tap("a", "0", channel_axis="1"), "axis '1'"),
         (lambda: Tap.parse("a", "0@0"), "axis 0"),
-        (lambda: Tap.parse("a", None), "tap 'a' is None"),
+        (lambda: Tap.parse("a", None), "tap 'a'.*None"),
     ],
 )
 def test_a_tap_of_the_wrong_kind_is_refused_where_it_is_made(make: Any, sentence: str) -> None:
@@ -148,14 +151,14 @@ def test_a_tap_of_the_wrong_kind_is_refused_where_it_is_made(make: Any, sentence
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"taps": ["0"]}, r"taps is \['0'\]"),
-        ({"taps": "0"}, "taps is '0'"),
-        ({"taps": Tap("a", "0")}, "taps is a Tap"),
-        ({"head": 5}, "head is 5"),
-        ({"head": ""}, "head is ''"),
-        ({"head": nn.Linear(2, 2)}, "head is Linear"),
-        ({"output": "logits"}, "no entry 'logits'"),
-        ({"output": "logits", "head": "0"}, "no entry 'logits'"),
+        ({"taps": ["0"]}, r"taps.*\['0'\]"),
+        ({"taps": "0"}, "taps.*got '0'"),
+        ({"taps": Tap("a", "0")}, "taps.*got a Tap"),
+        ({"head": 5}, "head.*got 5"),
+        ({"head": ""}, "head.*got ''"),
+        ({"head": nn.Linear(2, 2)}, "head.*got Linear"),
+        ({"output": "logits"}, "under 'logits'"),
+        ({"output": "logits", "head": "0"}, "under 'logits'"),
         ({"taps": {"early": "0@-2"}}, "axis -2"),
     ],
 )

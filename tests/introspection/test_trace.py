@@ -66,7 +66,7 @@ def test_a_model_that_ends_in_softmax_asks_for_its_head() -> None:
 
 
 def test_a_model_without_a_head_is_one_sentence() -> None:
-    with pytest.raises(TapError, match="no parameters"):
+    with pytest.raises(TapError, match="a model with parameters"):
         trace(nn.Flatten(), torch.randn(2, 4))
     with pytest.raises(TapError, match="single layer"):
         trace(nn.Linear(4, 2), torch.randn(2, 4))
@@ -80,7 +80,7 @@ def test_tuples_and_dicts_ask_which_entry(kind: type) -> None:
     else:
         # Its entry is called logits.
         assert trace(Wrapped(kind), torch.randn(2, 6)).taps["logits"].entry is None
-    with pytest.raises(TapError, match="no entry"):
+    with pytest.raises(TapError, match="another entry"):
         trace(Wrapped(kind), torch.randn(2, 6), output="nothing" if kind is dict else 7)
 
 
@@ -99,7 +99,7 @@ class TwoHeads(nn.Module):
 def test_an_output_of_another_head_than_the_profile_s_is_refused() -> None:
     model, inputs = TwoHeads().eval(), torch.randn(64, 6)
     profile = shiftmend.profile(model, inputs, output="species", progress=False)
-    with pytest.raises(TapError, match=r"output='age'.*'species'"):
+    with pytest.raises(TapError, match=r"'species'.*'age'"):
         shiftmend.adapt(model, inputs, profile, "fr", output="age", epochs=1, progress=False)
     for same in ("species", "shares", None):
         assert trace(model, inputs[:2], taps=profile.specs, output=same).head == "species"
@@ -113,7 +113,7 @@ def test_unknown_modules_get_a_hint() -> None:
         "1": "'body.1'",
         "body.o": "'body.4' or 'body.3' or 'body.2'",
     }.items():
-        with pytest.raises(TapError, match=rf"did you mean {meant}\?"):
+        with pytest.raises(TapError, match=rf"Try {meant}"):
             trace(case.model(), case.inputs(2), taps={"mine": mistake})
 
 

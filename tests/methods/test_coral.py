@@ -141,7 +141,7 @@ def test_what_cannot_be_mapped_is_refused() -> None:
     world = sensors()
     with pytest.raises(AdaptationError, match="gaussian='full'"):
         shiftmend.adapt(world.model, world.target, world.profile(), "coral", progress=False)
-    with pytest.raises(AdaptationError, match="needs a profile"):
+    with pytest.raises(AdaptationError, match="Expected a profile"):
         shiftmend.adapt(world.model, world.target, None, "neo", progress=False)
     with pytest.raises(AdaptationError, match="shrinkage"):
         CORAL(shrinkage=1.5)

@@ -150,7 +150,7 @@ def test_a_source_of_fewer_samples_than_features() -> None:
     case = ZOO["paper-cnn"]
     model = case.model()
     profile = shiftmend.profile(model, case.inputs(12), gaussian="full", progress=False)
-    with pytest.raises(AdaptationError, match=r"singular \(12 samples\).*shrinkage"):
+    with pytest.raises(AdaptationError, match=r"singular.*12 samples.*shrinkage"):
         shiftmend.adapt(model, case.inputs(), profile, "full-gauss", epochs=1, progress=False)
     result = shiftmend.adapt(
         model, case.inputs(), profile, "full-gauss", epochs=1, batch_size=8, shrinkage=0.3, progress=False
@@ -162,7 +162,7 @@ def test_a_profile_without_covariance_is_one_sentence() -> None:
     world = sensors()
     with pytest.raises(AdaptationError, match="gaussian='full'"):
         shiftmend.adapt(world.model, world.target, world.profile(), "full-gauss", progress=False)
-    with pytest.raises(AdaptationError, match="needs a profile"):
+    with pytest.raises(AdaptationError, match="Expected a profile"):
         shiftmend.adapt(world.model, world.target, None, "full-gauss", progress=False)
 
 

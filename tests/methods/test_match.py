@@ -143,9 +143,9 @@ def test_what_cannot_be_matched_is_refused(method: str) -> None:
     world = sensors()
     profile = world.profile()
     old = replace(profile, statistics={n: s for n, s in profile.statistics.items() if n != "inputs"})
-    with pytest.raises(AdaptationError, match="profile the source again"):
+    with pytest.raises(AdaptationError, match="Profile the source again"):
         shiftmend.adapt(world.model, world.target, old, method, progress=False)
-    with pytest.raises(AdaptationError, match="needs a profile"):
+    with pytest.raises(AdaptationError, match="Expected a profile"):
         shiftmend.adapt(world.model, world.target, None, method, progress=False)
     moments = Moments(torch.zeros(3), torch.ones(3), 10)
     without = {n: s for n, s in profile.statistics.items() if n != "inputs.quantiles"}
@@ -283,7 +283,7 @@ def test_histograms_that_cannot_be_matched_are_refused() -> None:
     profile = world.profile()
     old = replace(profile, statistics={n: s for n, s in profile.statistics.items() if n != "inputs.quantiles"})
     assert shiftmend.adapt(world.model, world.target, old, "match-moments", progress=False).after is not None
-    with pytest.raises(AdaptationError, match="profile the source again"):
+    with pytest.raises(AdaptationError, match="Profile the source again"):
         shiftmend.adapt(world.model, world.target, old, "match-histogram", progress=False)
     quantiles = Quantiles(torch.zeros(3, LEVELS), 10)
     without = {n: s for n, s in profile.statistics.items() if n != "inputs"}

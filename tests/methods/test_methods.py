@@ -228,9 +228,9 @@ def test_the_weight_of_the_slices_is_a_factor_of_their_term() -> None:
         ("bufr", {"decay": 0.0}, r"decay.*positive.*0\.0"),
         ("fr", {"epochs": 1.5}, r"epochs.*whole number"),
         ("fr", {"learning_rate": math.inf}, r"learning rate.*got inf"),
-        ("fr", {"align": ()}, "align names no tap"),
-        ("fr", {"align": 3}, r"no tap.*3"),
-        ("fr", {"align": ("features", 3)}, "align names no tap"),
+        ("fr", {"align": ()}, "align to name taps"),
+        ("fr", {"align": 3}, r"name taps.*3"),
+        ("fr", {"align": ("features", 3)}, "align to name taps"),
         ("tent", {"learning_rate": 0.0}, r"learning rate.*0\.0"),
         ("bnm-im", {"weight": 0.0}, r"moments.*positive.*0\.0"),
         ("adabn", {"passes": 0}, r"passes.*got 0"),
@@ -284,7 +284,7 @@ def test_methods_by_name() -> None:
     ]
     made = method("bufr", epochs_per_block=5)
     assert method(made) is made
-    with pytest.raises(AdaptationError, match="when making it"):
+    with pytest.raises(AdaptationError, match="make the method with"):
         method(made, decay=2.0)
-    with pytest.raises(AdaptationError, match="has none"):
+    with pytest.raises(AdaptationError, match="no options"):
         method("source-only", epochs=3)

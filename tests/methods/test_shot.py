@@ -199,7 +199,7 @@ def test_each_batch_gets_the_labels_of_its_own_samples(numbered: bool) -> None:
     labels = torch.arange(600) % 3 if numbered else spy.labels[0]
     moved = 0
     for number, (logits, targets) in enumerate(spy.batches):
-        which = torch.cdist(logits, whole).argmin(1)  # the weights do not move: the logits say which samples these are
+        which = torch.cdist(logits, whole).argmin(1)  # the weights do not move: the logits say each samples these are
         torch.testing.assert_close(logits, whole[which])
         assert torch.equal(targets, labels[which])
         moved += int(not torch.equal(targets, labels[100 * (number % 6) :][:100]))
@@ -298,13 +298,13 @@ def test_it_mends_a_simple_shift() -> None:
 
 def test_what_it_cannot_do_is_one_sentence() -> None:
     world = sensors()
-    with pytest.raises(AdaptationError, match=r"shot.*whole.*one of"):
+    with pytest.raises(AdaptationError, match=r"stream.*shot.*one of"):
         shiftmend.stream(world.model, None, "shot")
     streamed = list(world.target.split(100))
-    with pytest.raises(AdaptationError, match="which sample"):
+    with pytest.raises(AdaptationError, match="each sample"):
         shiftmend.adapt(world.model, streamed, None, "shot", epochs=1, resident=False, progress=False)
     regressor = ZOO["regressor"]
-    with pytest.raises(AdaptationError, match="shot needs class logits"):
+    with pytest.raises(AdaptationError, match="a classifier for shot"):
         shiftmend.adapt(regressor.model(), regressor.inputs(), None, "shot", epochs=1, progress=False)
 
 
@@ -323,5 +323,5 @@ class Two(nn.Module):
 
 
 def test_an_embedding_of_other_samples_is_one_sentence() -> None:
-    with pytest.raises(AdaptationError, match=r"40 for 20.*shiftmend_embedding"):
+    with pytest.raises(AdaptationError, match=r"40 .*for 20.*shiftmend_embedding"):
         shiftmend.adapt(Two(), torch.randn(20, 2, 2), None, "shot", epochs=1, progress=False)

@@ -53,7 +53,7 @@ def test_it_reaches_a_high_accuracy_and_trains_everything() -> None:
 
 @pytest.mark.slow
 def test_labels_belong_to_the_samples_in_their_order() -> None:
-    """Labels that are learnt by heart, from samples that do not show them, show which sample got which."""
+    """Labels that are learnt by heart, from samples that do not show them, show each sample got which."""
     torch.manual_seed(0)
     inputs, labels = torch.randn(24, 40), torch.randint(0, 2, (24,))
     model = nn.Sequential(nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 2)).eval()
@@ -175,19 +175,19 @@ def test_labels_that_do_not_fit_are_one_sentence() -> None:
         adapt(labels=world.labels[:-1])
     with pytest.raises(AdaptationError, match="1200 for 600"):
         adapt(labels=world.labels.repeat(2))
-    with pytest.raises(AdaptationError, match=r"label 3.*3 classes"):
+    with pytest.raises(AdaptationError, match=r"labels below 3.*got 3"):
         adapt(labels=torch.where(torch.arange(600) == 599, 3, world.labels))
-    with pytest.raises(AdaptationError, match="needs 'labels'"):
+    with pytest.raises(AdaptationError, match="Expected 'labels'"):
         shiftmend.adapt(world.model, world.target, None, "target-supervised")
-    with pytest.raises(AdaptationError, match=r"whole.*stream"):
+    with pytest.raises(AdaptationError, match=r"stream"):
         shiftmend.stream(world.model, None, "target-supervised", labels=world.labels)
     loader = DataLoader(TensorDataset(world.target), batch_size=100)
-    with pytest.raises(AdaptationError, match="which sample"):
+    with pytest.raises(AdaptationError, match="each sample"):
         shiftmend.adapt(
             world.model, loader, None, "target-supervised", labels=world.labels, resident=False, progress=False
         )
     regressor = ZOO["regressor"]
-    with pytest.raises(AdaptationError, match="needs class logits"):
+    with pytest.raises(AdaptationError, match="Expected a classifier"):
         shiftmend.adapt(
             regressor.model(), regressor.inputs(), None, "target-supervised", labels=[0] * 64, progress=False
         )

@@ -202,7 +202,7 @@ def test_features_whose_variance_is_no_number_are_refused_before_they_are_saved(
     with torch.no_grad():
         model[0].weight[:2] *= 1e25
         model[1].weight *= 1e-25
-    with pytest.raises(ProfileError, match=r"'features'.*1e19.*2 units"):
+    with pytest.raises(ProfileError, match=r"1e19.*'features'.*2 units"):
         shiftmend.profile(model, torch.randn(50, 6))
 
 
@@ -218,7 +218,7 @@ def test_hooks_never_stay() -> None:
 def test_too_many_features_for_slices_are_refused_before_a_file_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shiftmend.profiles.collect.MAX_WEIGHTS", 1000)
     case = ZOO["tabular"]
-    with pytest.raises(ProfileError, match=r"16 features.*128 slices"):
+    with pytest.raises(ProfileError, match=r"128 slices, got 16"):
         shiftmend.profile(case.model(), case.inputs())
 
 
@@ -294,12 +294,12 @@ def test_a_full_gaussian_does_not_depend_on_passes() -> None:
 def test_other_kinds_of_gaussian_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     case = ZOO["tabular"]
     model, inputs = case.model(), case.inputs()
-    with pytest.raises(ProfileError, match=r"'diagonal'.*marginal, full"):
+    with pytest.raises(ProfileError, match=r"marginal, full.*'diagonal'"):
         shiftmend.profile(model, inputs, gaussian="diagonal")
-    with pytest.raises(ProfileError, match=r"like=.*Gaussian"):
+    with pytest.raises(ProfileError, match=r"gaussian beside like="):
         shiftmend.profile(model, inputs, gaussian="full", like=shiftmend.profile(model, inputs))
     monkeypatch.setattr("shiftmend.profiles.collect.MOST_CORRELATED", 15)
-    with pytest.raises(ProfileError, match=r"covariance.*16 features.*15"):
+    with pytest.raises(ProfileError, match=r"15 features.*covariance, got 16"):
         shiftmend.profile(model, inputs, gaussian="full")
 
 
@@ -322,15 +322,15 @@ def test_like_may_name_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"bins": 10}, "bins is 10"),
-        ({"bins": 0}, "bins is 0, expected"),
-        ({"preset": ""}, r"preset ''.*reference"),
-        ({"preset": ["paper"]}, r"preset \['paper'\]"),
-        ({"taps": ["0"]}, r"taps is \['0'\]"),
+        ({"bins": 10}, "bins.*got 10"),
+        ({"bins": 0}, "bins.*got 0"),
+        ({"preset": ""}, r"preset.*reference.*''"),
+        ({"preset": ["paper"]}, r"preset.*\['paper'\]"),
+        ({"taps": ["0"]}, r"taps.*\['0'\]"),
         ({"keep_bytes": None}, r"keep_bytes.*got None"),
         ({"keep_bytes": float("nan")}, r"keep_bytes.*got nan"),
-        ({"preprocess": "normalise"}, "preprocess is 'normalise'"),
-        ({"device": ["cpu"]}, "is not available here"),
+        ({"preprocess": "normalise"}, "preprocess.*'normalise'"),
+        ({"device": ["cpu"]}, "is available here"),
         ({"gaussian": np.array(["full", "full"])}, r"Gaussian.*ndarray"),
     ],
 )
@@ -412,7 +412,7 @@ def test_complex_inputs_and_weights(tmp_path) -> None:  # type: ignore[no-untype
     with pytest.raises(TapError, match=r"'early'.*'first'.*complex"):
         shiftmend.profile(model, inputs, taps={"early": "first"})
     inputs[3, 0] = complex(0, math.nan)
-    with pytest.raises(DataError, match=r"infinite.*sample 3 "):
+    with pytest.raises(DataError, match=r"infinity.*sample 3 "):
         shiftmend.profile(model, inputs)
 
 
@@ -424,7 +424,7 @@ def test_a_preprocess_that_makes_nan_is_what_is_named() -> None:
         lambda: shiftmend.adapt(model, inputs, home, preprocess=torch.log, progress=False),
         lambda: shiftmend.verify(model, inputs, home, preprocess=torch.log),
     ):
-        with pytest.raises(DataError, match="finite before preprocess"):
+        with pytest.raises(DataError, match="preprocess to return numbers"):
             use()
 
 

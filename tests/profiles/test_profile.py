@@ -58,7 +58,7 @@ def test_profiles_of_other_ranges_do_not_merge() -> None:
     first, second = (shiftmend.profile(model, case.inputs(64, seed=s)) for s in (1, 2))
     with pytest.raises(ProfileError, match="like="):
         first.merge(second)
-    with pytest.raises(ProfileError, match="different models"):
+    with pytest.raises(ProfileError, match="profiles of one model"):
         first.merge(shiftmend.profile(model, case.inputs(), preset="paper"))
 
 
@@ -144,7 +144,7 @@ def test_other_preprocessing_is_noticed(caplog: pytest.LogCaptureFixture) -> Non
 def test_profiles_of_other_weights_do_not_merge() -> None:
     case = ZOO["tabular"]
     first = shiftmend.profile(case.model(), case.inputs())
-    with pytest.raises(ProfileError, match="different models"):
+    with pytest.raises(ProfileError, match="profiles of one model"):
         first.merge(shiftmend.profile(case.model(seed=1), case.inputs(), like=first))
 
 
@@ -177,7 +177,7 @@ def test_a_full_profile_does_not_merge_with_a_marginal_one() -> None:
     model, inputs = case.model(), case.inputs(64)
     full, marginal = (shiftmend.profile(model, inputs, gaussian=kind) for kind in ("full", "marginal"))
     for one, other in ((full, marginal), (marginal, full)):
-        with pytest.raises(ProfileError, match="cannot be put together"):
+        with pytest.raises(ProfileError, match="profiles of one model"):
             one.merge(other)
 
 
@@ -189,7 +189,7 @@ def test_a_profile_merges_with_one_in_a_file(tmp_path: Path) -> None:
     second.save(tmp_path / "second.profile")
     for named in (tmp_path / "second.profile", str(tmp_path / "second.profile")):
         assert same(first.merge(named), first.merge(second))
-    with pytest.raises(ProfileError, match="merged is a dict"):
+    with pytest.raises(ProfileError, match=r"merged.*got a dict"):
         first.merge({})  # type: ignore[arg-type]
     with pytest.raises(ProfileError, match=r"nowhere\.profile"):
         first.merge(tmp_path / "nowhere.profile")
@@ -198,9 +198,9 @@ def test_a_profile_merges_with_one_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [None, 3, "", [], b"file"])
 def test_what_names_no_file_is_refused(wrong: object) -> None:
     profile = shiftmend.profile(ZOO["tabular"].model(), ZOO["tabular"].inputs(), progress=False)
-    with pytest.raises(ProfileError, match=r"file to write.*name"):
+    with pytest.raises(ProfileError, match=r"name.*file to write"):
         profile.save(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ProfileError, match=r"profile is.*name"):
+    with pytest.raises(ProfileError, match=r"name.*for the profile"):
         Profile.load(wrong)  # type: ignore[arg-type]
 
 
@@ -220,10 +220,10 @@ def test_a_profile_checks_the_model_inside_a_wrapper_and_refuses_what_is_none() 
     profile = shiftmend.profile(model, case.inputs(), progress=False)
     profile.check_architecture(torch.nn.DataParallel(model))
     for check in (profile.check_architecture, profile.check_weights):
-        with pytest.raises(TapError, match=r"model is a dict.*nn\.Module"):
+        with pytest.raises(TapError, match=r"model.*nn\.Module, got a dict"):
             check({})
     assert profile.to("cpu").taps["features"].low.device == torch.device("cpu")
-    with pytest.raises(shiftmend.ShiftmendError, match=r"'nowhere'.*available"):
+    with pytest.raises(shiftmend.ShiftmendError, match=r"available.*'nowhere'"):
         profile.to("nowhere")
 
 
@@ -336,7 +336,7 @@ def test_a_class_may_have_one_sample(tmp_path: Path) -> None:
 )
 def test_impossible_shares_are_refused(shares: object) -> None:
     made = shiftmend.profile(ZOO["tabular"].model(), ZOO["tabular"].inputs())
-    with pytest.raises(ProfileError, match="2 parts"):
+    with pytest.raises(ProfileError, match="2 numbers"):
         Profile.mixture([made, made], shares)  # type: ignore[arg-type]
 
 
@@ -347,10 +347,10 @@ def test_what_is_no_list_of_profiles_is_no_mixture(tmp_path: Path) -> None:
             Profile.mixture(given, [1])  # type: ignore[arg-type]
     with pytest.raises(ProfileError, match=r"part 2.*int"):
         Profile.mixture([made, 3], [1, 1])  # type: ignore[list-item]
-    with pytest.raises(ProfileError, match="0 parts"):
+    with pytest.raises(ProfileError, match="0 numbers"):
         Profile.mixture([], [])
     other = shiftmend.profile(ZOO["tabular"].model(seed=1), ZOO["tabular"].inputs())
-    with pytest.raises(ProfileError, match="different models"):
+    with pytest.raises(ProfileError, match="profiles of one model"):
         Profile.mixture([made, other], [1, 1])
 
 

@@ -326,7 +326,7 @@ def test_words_for_people() -> None:
 
 def test_a_candidate_is_found_by_its_name() -> None:
     assert RECORD.index("bufr") == 1
-    with pytest.raises(ProfileError, match="not rehearsed"):
+    with pytest.raises(ProfileError, match="was rehearsed"):
         RECORD.index("tent")
     assert RECORD.families == tuple(f"family {number}" for number in range(12))
 

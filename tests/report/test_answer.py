@@ -214,7 +214,7 @@ def test_what_was_tried_is_listed_with_estimates_times_and_the_choice(bare: Fact
     assert "for the inputs that were adapted to" in Page(render(held_back)).sections["tried"]
     unrehearsed = replace(mending, candidates=tuple(replace(one, estimate=None) for one in candidates))
     text = Page(render(replace(bare, mending=unrehearsed))).sections["tried"]
-    assert "The profile was not rehearsed" in text
+    assert "the profile was not rehearsed" in text
     assert "%" not in text
 
 

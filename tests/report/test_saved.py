@@ -97,7 +97,7 @@ def test_adaptations_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     for name in ("model.safetensors", "history.json", "manifest.json"):
         content = (folder / name).read_bytes()
         (folder / name).unlink()
-        assert_refused(f"expected {name}", None, None, None, folder)
+        assert_refused(f"Expected {name}", None, None, None, folder)
         (folder / name).write_bytes(content[: len(content) // 2])
         assert_refused("is damaged", None, None, None, folder)
         (folder / name).write_bytes(content)

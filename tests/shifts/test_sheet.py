@@ -46,6 +46,6 @@ def test_refuses_what_it_cannot_draw(tmp_path, images):
         contact_sheet(images, ["emnist-da/fog"], tmp_path / "sheet.txt")
     with pytest.raises(DataError, match="at least one shift"):
         contact_sheet(images, [], tmp_path / "sheet.png")
-    with pytest.raises(DataError, match="unknown shift"):
+    with pytest.raises(DataError, match="name of a shift"):
         contact_sheet(images, ["mist"], tmp_path / "sheet.png")
     assert not list(tmp_path.iterdir())

@@ -143,22 +143,22 @@ def test_images_without_a_pixel_are_refused(name):
 
 @pytest.mark.parametrize("severity", [0, 6, -1, "5", 1.5, [1], True])
 def test_wrong_severity(severity, images):
-    with pytest.raises(DataError, match="severities 1 to 5"):
+    with pytest.raises(DataError, match="from 1 to 5"):
         apply("emnist-da/fog", images, severity=severity)
 
 
 @pytest.mark.parametrize(
     ("name", "suggestion"),
     [
-        ("emnist-da/brick", "did you mean emnist-da/bricks"),
+        ("emnist-da/brick", "Try emnist-da/bricks"),
         ("fog", "emnist-da/fog or mnist-c/fog or cifar-c/fog"),
         ("mnistm", "mnist-m"),
         ("cifar-10-c/snow", "cifar-c/snow"),
-        ("???", "names begin with cifar-c, emnist-da"),
+        ("???", "Names begin with cifar-c, emnist-da"),
     ],
 )
 def test_unknown_name_gets_suggestions(name, suggestion, images):
-    with pytest.raises(DataError, match="unknown shift") as caught:
+    with pytest.raises(DataError, match="name of a shift") as caught:
         apply(name, images)
     assert suggestion in str(caught.value)
 
@@ -166,13 +166,13 @@ def test_unknown_name_gets_suggestions(name, suggestion, images):
 def test_unknown_parameter_is_named(images):
     with pytest.raises(DataError, match=r"blur.*isotropic, sigma"):
         apply("emnist-da/gaussian_blur", images, blur=3)
-    with pytest.raises(DataError, match=r"sigma.*has none"):
+    with pytest.raises(DataError, match=r"has none.*sigma"):
         apply("emnist-da/stripe", images, sigma=3)
 
 
 @pytest.mark.parametrize("strength", [1.5, -0.1, float("nan")])
 def test_a_strength_is_from_0_to_1(strength, images):
-    with pytest.raises(DataError, match=r"sensor/gamma.*strength"):
+    with pytest.raises(DataError, match=r"strength.*sensor/gamma"):
         apply("sensor/gamma", images, strength=strength)
 
 
@@ -204,7 +204,7 @@ def test_gpu(name, images):
         ({"seed": 0.5}, r"seed.*0\.5"),
         ({"seed": 2**64}, r"seed.*18446744073709551616"),
         ({"seed": -(2**63) - 1}, r"seed.*-9223372036854775809"),
-        ({"name": "emnist-da/bricks", "textures": 3}, "textures is 3"),
+        ({"name": "emnist-da/bricks", "textures": 3}, "textures.*got 3"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_one_sentence(wrong, message, images):

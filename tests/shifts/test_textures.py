@@ -99,14 +99,14 @@ def test_missing_file_says_which_and_where(tmp_path):
     save(tmp_path / "frost" / "frost2.png")
     with pytest.raises(DataError, match=r"frost3.*frost3\.png"):
         textures.frost(tmp_path)
-    with pytest.raises(DataError, match="no folder"):
+    with pytest.raises(DataError, match="folder with textures"):
         textures.texture("grass", tmp_path / "nowhere")
-    with pytest.raises(DataError, match="no folder"):
+    with pytest.raises(DataError, match="folder with textures"):
         textures.photographs(tmp_path / "nowhere")
     (tmp_path / "photographs").mkdir()
-    with pytest.raises(DataError, match="no photographs in"):
+    with pytest.raises(DataError, match="Expected photographs"):
         textures.photographs(tmp_path)
-    with pytest.raises(DataError, match="unknown texture 'wool'"):
+    with pytest.raises(DataError, match=r"texture.*'wool'"):
         textures.texture("wool")
 
 
@@ -118,13 +118,13 @@ def test_a_picture_of_16_bits_is_refused_and_not_cut_off_at_white(tmp_path):
 
 @pytest.mark.parametrize("name", ["sky", "frost", "photographs"])
 def test_a_folder_is_named_by_text_or_a_path(name):
-    with pytest.raises(DataError, match=r"folder.*is 5"):
+    with pytest.raises(DataError, match=r"folder.*got 5"):
         textures.load(name, 5)
 
 
 def test_damaged_file_is_named(tmp_path):
     (tmp_path / "sky.png").write_bytes(b"no picture")
-    with pytest.raises(DataError, match=r"sky\.png.*whole image"):
+    with pytest.raises(DataError, match=r"sky\.png.*damaged"):
         textures.texture("sky", tmp_path)
 
 
@@ -218,5 +218,5 @@ def test_mnist_m_uses_the_folder(tmp_path):
 @pytest.mark.parametrize("content", [b"P6\n4x 40\n255\n", b"P6\n40000 40000\n255\n", b"\x89PNG\r\n\x1a\n", b""])
 def test_a_damaged_picture_is_refused_in_one_sentence(tmp_path, content):
     (tmp_path / "sky.png").write_bytes(content)
-    with pytest.raises(DataError, match=r"sky\.png.*whole image"):
+    with pytest.raises(DataError, match=r"sky\.png.*damaged"):
         textures.texture("sky", tmp_path)

@@ -304,7 +304,7 @@ def test_the_same_on_a_gpu() -> None:
         ({"count": "8"}, r"reference layout.*1024.*'8'"),
         ({"count": 1025}, r"1024.*1025"),
         ({"count": 2, "layout": "paper"}, r"paper layout.*1026.*2"),
-        ({"layout": ["paper"]}, r"layout \['paper'\]"),
+        ({"layout": ["paper"]}, r"layout.*\['paper'\]"),
         ({"temperature": "0.1"}, r"temperature.*'0\.1'"),
         ({"temperature": None}, r"temperature.*got None"),
         ({"temperature": True}, r"temperature.*got True"),
@@ -511,7 +511,7 @@ def test_histograms_of_other_ranges_or_bins_do_not_merge() -> None:
         counted(values, low, high, Bins(8, "reference", 0.02)),
         counted(values[:, :-1], low[:-1], high[:-1]),
     ):
-        with pytest.raises(ProfileError, match="different ranges or bins"):
+        with pytest.raises(ProfileError, match="same ranges and bins"):
             Histogram.mix([home, other], [1, 1])
 
 

@@ -55,7 +55,7 @@ def test_equal_parts_mix_to_themselves_and_others_are_refused() -> None:
     assert part is not None
     torch.testing.assert_close(Quantiles.mix([part, part], [1, 3]).values, part.values)
     torch.testing.assert_close(Quantiles.mix([part], [2]).values, part.values)
-    with pytest.raises(ProfileError, match="merged"):
+    with pytest.raises(ProfileError, match="to merge"):
         Quantiles.mix([part, Quantiles(torch.zeros(2, LEVELS), 5)], [1, 1])
 
 

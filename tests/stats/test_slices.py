@@ -171,7 +171,7 @@ def test_slices_in_other_directions_do_not_merge_and_move_whole() -> None:
     slices = Slices(histogram, 3, projector)
     assert Slices.mix([slices, Slices(histogram, 3, projector_of(values))], [1, 1]).samples == 800
     for other in (Slices(histogram, 4, projector), Slices(histogram, 3, projector_of(2 * values))):
-        with pytest.raises(ProfileError, match="different directions"):
+        with pytest.raises(ProfileError, match="the same directions"):
             Slices.mix([slices, other], [1, 1])
     away = slices.to(torch.device("meta"))
     assert {away.histogram.counts.device.type, away.projector.weight.device.type} == {"meta"}

@@ -116,12 +116,12 @@ def test_slices_in_other_directions_do_not_merge() -> None:
     values = drawn(50, 3, 0)
     first = slices_of(values)
     assert Slices.mix([first, slices_of(values, first)], [1, 1]).samples == 100
-    with pytest.raises(ProfileError, match="different directions"):
+    with pytest.raises(ProfileError, match="the same directions"):
         Slices.mix([first, slices_of(values, seed=4)], [1, 1])
-    with pytest.raises(ProfileError, match="different directions"):
+    with pytest.raises(ProfileError, match="the same directions"):
         Slices.mix([first, slices_of(2 * values)], [1, 1])  # the same seed, another standardisation
     other = Slices(histogram_of(first.projector(2 * values.float())), first.seed, first.projector)
-    with pytest.raises(ProfileError, match="different ranges"):
+    with pytest.raises(ProfileError, match="the same ranges"):
         Slices.mix([first, other], [1, 1])
 
 

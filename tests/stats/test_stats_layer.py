@@ -188,7 +188,7 @@ def test_a_copy_can_be_made_at_any_time() -> None:
     assert torch.equal(model[1].loss(), expected)  # the original still has its batch
     assert twin[1].mode == "align"
     assert torch.equal(twin[1].counts, model[1].counts)
-    with pytest.raises(ShiftmendError, match="no batch to compare"):
+    with pytest.raises(ShiftmendError, match="a batch to compare"):
         twin[1].loss()
     twin(sample(seed=1))
     assert torch.equal(twin[1].loss(), expected)
@@ -310,29 +310,29 @@ def test_inputs_of_any_precision(dtype: torch.dtype) -> None:
 
 def test_wrong_use_is_one_clear_error() -> None:
     layer = StatsLayer(4)
-    with pytest.raises(ShiftmendError, match=r"'train'.*off, range"):
+    with pytest.raises(ShiftmendError, match=r"off, range.*'train'"):
         layer.track("train")  # type: ignore[arg-type]
     for mode in ("counts", "align"):
-        with pytest.raises(ShiftmendError, match=f"'{mode}'.*range first"):
+        with pytest.raises(ShiftmendError, match=f"before mode '{mode}'"):
             layer.track(mode)  # type: ignore[arg-type]
     layer.track("range")
-    with pytest.raises(ShiftmendError, match="needs the range first"):
+    with pytest.raises(ShiftmendError, match="ranges before mode"):
         layer.track("counts")  # no pass in between
     layer.track("range")(sample())
-    with pytest.raises(ShiftmendError, match="needs the counts first"):
+    with pytest.raises(ShiftmendError, match="counts before mode"):
         layer.track("align")
     layer.track("counts")
-    with pytest.raises(ShiftmendError, match="needs the counts first"):
+    with pytest.raises(ShiftmendError, match="counts before mode"):
         layer.track("align")
     layer(sample())
-    with pytest.raises(ShiftmendError, match="no batch to compare"):
+    with pytest.raises(ShiftmendError, match="a batch to compare"):
         layer.loss()
     layer.track("align")
-    with pytest.raises(ShiftmendError, match="no batch to compare"):
+    with pytest.raises(ShiftmendError, match="a batch to compare"):
         layer.loss()
-    with pytest.raises(ShiftmendError, match=r"4 units.*\[10, 5\].*axis 1"):
+    with pytest.raises(ShiftmendError, match=r"4 units.*axis 1.*\[10, 5\]"):
         layer(torch.randn(10, 5))
-    with pytest.raises(ShiftmendError, match="7 on axis -1"):
+    with pytest.raises(ShiftmendError, match=r"axis -1.*got 7"):
         StatsLayer(4, channel_axis=-1).track("range")(torch.randn(2, 4, 7))
     assert layer.mode == "align"
 
@@ -344,7 +344,7 @@ def test_numbers_that_are_none_are_noticed(bad: float) -> None:
     layer = StatsLayer(4).track("range")
     for part in values.split(64):
         layer(part)
-    with pytest.raises(ShiftmendError, match=r"1 units.*infinite"):
+    with pytest.raises(ShiftmendError, match=r"infinity in 1 unit"):
         layer.track("counts")
 
 
@@ -354,14 +354,14 @@ def test_a_number_that_is_none_in_the_second_pass_is_noticed() -> None:
     layer(values)
     values[100, 2] = float("nan")
     layer.track("counts")(values)
-    with pytest.raises(ShiftmendError, match=r"1 units.*'counts'"):
+    with pytest.raises(ShiftmendError, match="NaN, got 1 unit"):
         layer.track("align")
 
 
 def test_a_network_in_half_precision_keeps_its_statistics_in_full() -> None:
     """Half precision counts up to 2048, bfloat16 up to 256; then one more sample changes nothing."""
     model = nn.Sequential(nn.Linear(4, 4), StatsLayer(4), nn.Linear(4, 2)).bfloat16()
-    with pytest.raises(ShiftmendError, match="coarse"):
+    with pytest.raises(ShiftmendError, match="bfloat16"):
         model[1].track("range")
     model[1].float()
     with torch.no_grad():
@@ -394,8 +394,8 @@ def test_counts_are_not_loaded_into_other_bins() -> None:
         ({"units": 0}, r"units.*got 0"),
         ({"units": -3}, "got -3"),
         ({"units": "3"}, "got '3'"),
-        ({"bins": 10}, "bins is 10"),
-        ({"bins": []}, r"bins is \[\]"),
+        ({"bins": 10}, "bins.*got 10"),
+        ({"bins": []}, r"bins.*got \[\]"),
         ({"channel_axis": "last"}, "axis 'last'"),
         ({"channel_axis": 0}, "axis 0"),
     ],
@@ -408,10 +408,9 @@ def test_a_layer_of_nonsense_is_not_made(wrong: dict[str, object], sentence: str
 @pytest.mark.parametrize(
     ("batch", "sentence"),
     [
-        (np.zeros((4, 3)), r"ndarray.*tensor"),
-        (torch.zeros(()), r"is \[\].*3 units"),
-        (torch.zeros(0, 3), r"is \[0, 3\].*3 units"),
-        (torch.zeros(4, 3), r"is \[4, 3\].*3 units"),
+        (torch.zeros(()), r"3 units.*\[\]"),
+        (torch.zeros(0, 3), r"3 units.*\[0, 3\]"),
+        (torch.zeros(4, 3), r"3 units.*\[4, 3\]"),
     ],
 )
 def test_a_batch_that_cannot_be_tracked_is_refused(batch: Tensor, sentence: str) -> None:

@@ -38,9 +38,7 @@ def test_tuples_become_lists_and_what_is_not_finite_text() -> None:
     assert to_strict_json(given, "result") == ["NaN", "Infinity", {"low": "-Infinity", "sizes": [1, 2]}]
 
 
-@pytest.mark.parametrize(
-    ("value", "where"), [({"a": [torch.zeros(1)]}, r"facts\.a\[0\] is a Tensor"), ({1: 2}, "facts")]
-)
+@pytest.mark.parametrize(("value", "where"), [({"a": [torch.zeros(1)]}, r"facts\.a\[0\].*a Tensor"), ({1: 2}, "facts")])
 def test_what_json_does_not_have_is_refused_by_its_place(value: Any, where: str) -> None:
     with pytest.raises(DataError, match=where):
         dumps(value, "facts")

@@ -362,7 +362,7 @@ def test_the_profile_may_be_named_by_its_file(tmp_path: Path) -> None:
         found = shiftmend.verify(model, case.inputs(seed=3), named)
         assert found.divergence == pytest.approx(expected.divergence, abs=1e-6)
         assert (found.samples, found.source_samples) == (expected.samples, expected.source_samples)
-    with pytest.raises(ProfileError, match="profile is an int"):
+    with pytest.raises(ProfileError, match=r"profile.*got an int"):
         shiftmend.verify(model, case.inputs(), 7)  # type: ignore[arg-type]
 
 
@@ -470,5 +470,5 @@ def test_batches_with_more_positions_weigh_as_much_as_in_the_profile() -> None:
         online.step(batch)
     assert online.verification is not None
     assert online.verification.divergence < 1e-3
-    with pytest.raises(DataError, match="single sample"):
+    with pytest.raises(DataError, match="of one sample"):
         online.step(long[0])

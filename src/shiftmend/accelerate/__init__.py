@@ -1,1 +1,1 @@
-"""Speed that leaves results unchanged: CUDA graphs, compilation, memory formats, bfloat16."""
+"""Acceleration that does not change results: CUDA graphs, compilation, memory formats, bfloat16."""

@@ -1,4 +1,4 @@
-"""Captured steps compiled by `torch.compile`, for models of any kind and every set of trained layers."""
+"""Compilation of captured steps by `torch.compile`, for any model and every set of trained layers."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def capture_compiled(
     """Capture steps while the model is compiled.
 
     Args:
-        capture: Captures a step; its argument says whether the model is compiled.
+        capture: Function that captures a step; its argument says whether the model is compiled.
         model: The model to compile.
-        optimiser: Holds the trained parameters.
+        optimiser: Optimiser of the trained parameters.
         dropout: Whether dropout is on.
         what: Name of the stage, for the log.
 
@@ -46,7 +46,7 @@ def capture_compiled(
     with compiled(model, dropout):
         quick = capture(True)
     left_out = _without_gradient(optimiser) if quick else set()
-    # what no loss depends on gets no gradient in either
+    # A parameter that no loss depends on has no gradient in either case.
     if left_out and not (capture(False) and left_out == _without_gradient(optimiser)):
         logger.warning("compiled steps are not used: a parameter of %r gets no gradient in them", what)
         return None
@@ -54,14 +54,14 @@ def capture_compiled(
 
 
 def _without_gradient(optimiser: optim.Optimizer) -> set[Tensor]:
-    """Return the trained parameters without a gradient after a step: code that was wrongly reused gives none."""
+    """Return the trained parameters without a gradient after a step, a sign of wrongly reused code."""
     wanted = (parameter for group in optimiser.param_groups for parameter in group["params"])
     return {parameter for parameter in wanted if parameter.grad is None}
 
 
 @contextmanager
 def compiled(model: nn.Module, dropout: bool = False) -> Iterator[None]:
-    """Send calls of the model through `torch.compile`, hooks included, inside the block.
+    """Route calls of the model through `torch.compile`, including hooks, inside the block.
 
     With `dropout`, compiled code draws the same random numbers as eager code, so that runs can be compared.
     """
@@ -78,11 +78,11 @@ def compiled(model: nn.Module, dropout: bool = False) -> Iterator[None]:
 
 
 def _full_guards() -> dict[str, Any]:
-    """Return settings under which compiled code is reused for another copy of the model, but never for other work.
+    """Return settings with which compiled code is reused for another copy of the model, but for nothing else.
 
-    By default torch does not check whether hooks have changed. Torch 2.11 also assumes that the parameters of a known
-    module never change, so every stage of BUFR would train what the first stage trained. Each set of trained layers is
-    compiled separately; torch would stop compiling after eight of them.
+    By default, torch does not check whether hooks have changed. Torch 2.11 also assumes that the parameters of a known
+    module never change, so every stage of BUFR would train the parameters of the first. Each set of trained layers is
+    compiled separately; by default, torch stops compiling after eight of them.
     """
     wanted = {
         "skip_nnmodule_hook_guards": False,
@@ -94,5 +94,5 @@ def _full_guards() -> dict[str, Any]:
 
 
 def _call(model: nn.Module, *inputs: Any, **options: Any) -> Any:
-    """Call a model. `Module.compile` would leave a model of torch's own, such as `Sequential`, uncompiled."""
+    """Call a model. `Module.compile` would not compile torch's own modules, such as `Sequential`."""
     return model._call_impl(*inputs, **options)

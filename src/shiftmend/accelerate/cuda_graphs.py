@@ -1,11 +1,11 @@
-"""Training steps, and whole evaluation passes, captured as CUDA graphs.
+"""Capturing training steps and whole evaluation passes as CUDA graphs.
 
-A step of a small network is over before Python has launched its next kernel. A replayed graph needs one launch for all
-kernels and does the same arithmetic. What a graph cannot hold (control flow that looks at values, operations that wait
-for the device, random numbers drawn on the host) runs eagerly instead, and the reason is logged once.
+The kernels of a small network finish before Python has launched the next ones. A replayed graph needs one launch for
+all kernels and does the same arithmetic. Code that a graph cannot hold (control flow that depends on values, operations
+that synchronise, random numbers drawn on the host) runs eagerly instead, and the reason is logged once.
 
-A graph reads and writes the memory that was there when it was captured, whatever the model holds later. The second
-half of this module keeps that memory alive and in place, and undoes what warming up has changed.
+A graph reads and writes the memory that existed when it was captured, whatever the model refers to later. The second
+half of this module keeps that memory alive and in place, and undoes the changes of warm-up steps.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ WARM_UP_STEPS = 3
 """Steps before a capture, in which libraries choose their algorithms and allocate their workspaces."""
 
 STARTS_FROM_ZERO = (optim.SGD, optim.Adam, optim.RMSprop)
-"""Optimisers (with AdamW, an Adam) whose state before the first step may be all zeros."""
+"""Optimisers (AdamW is an Adam) whose state before the first step may be all zeros."""
 
 Sums = dict[str, Tensor]
 """Terms of a loss by name, summed over steps."""
 Step = Callable[[Tensor], Sums]
-"""One training step on the samples with these indices."""
+"""Function that does one training step on the samples with these indices."""
 T = TypeVar("T")
 
 
@@ -58,14 +58,14 @@ def capture_epoch(
     Weights, statistics and the optimiser's state are unchanged afterwards. `step` may be called a few times.
 
     Args:
-        step: Trains on the samples with the given indices and returns the terms of the loss.
+        step: Function that trains on the samples with the given indices and returns the terms of the loss.
         model: The model that the step trains.
         optimiser: Its optimiser.
         device: The GPU.
-        samples: Samples in the data.
-        size: Samples in a batch.
-        steps: Steps of one run; None is a whole epoch.
-        compiled: Whether the step is compiled. For the log alone.
+        samples: Number of samples in the data.
+        size: Number of samples in a batch.
+        steps: Number of steps per run; None for a whole epoch.
+        compiled: Whether the step is compiled; used for the log only.
 
     Returns:
         The captured epoch, or None if the step cannot be captured. The reason is logged.
@@ -76,9 +76,9 @@ def capture_epoch(
 
 
 def capture_call(run: Callable[[], T], model: nn.Module, device: torch.device) -> Callable[[], T] | None:
-    """Capture a function that changes nothing, such as an evaluation pass.
+    """Capture a function without side effects, such as an evaluation pass.
 
-    `run` itself is not kept, because a graph has to go with its owner rather than with the next garbage collection.
+    `run` itself is not kept, because a graph must be freed with its owner rather than by a later garbage collection.
     The owner must therefore keep alive what `run` reads beside the model.
 
     Returns:
@@ -92,7 +92,7 @@ def _try_to_capture(capture: Callable[[], T], what: str, device: torch.device) -
         return capture()
     except ShiftmendError:
         raise
-    except Exception as error:  # A model may do anything in its forward pass, and fail in any way while captured.
+    except Exception as error:  # A model may do anything in its forward pass, and fail in any way during capture.
         _end_capture(device)
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         level = logging.INFO if what == "passes" else logging.WARNING  # Steps take most of the time.
@@ -129,12 +129,12 @@ class _Replayed(Generic[T]):
 
 
 def _record(run: Callable[[], T], device: torch.device, warm_up: int) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Return the graph of a call and the tensors that the call returned, which a replay refills.
+    """Capture a call; return the graph and the tensors that the call returned, which each replay refills.
 
-    `torch.cuda.graph` is not used, because it waits for the whole device and so for the work of other threads.
+    `torch.cuda.graph` is not used, because it synchronises the whole device, including the work of other threads.
     """
     graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
-    # A thread that already has its own stream stays on it: torch has 32 streams, and a new one may be another thread's.
+    # A thread with its own stream stays on it: torch has 32 streams, and a new one may belong to another thread.
     stream = torch.cuda.Stream(device) if now == torch.cuda.default_stream(device) else now
     stream.wait_stream(now)
     try:
@@ -142,7 +142,7 @@ def _record(run: Callable[[], T], device: torch.device, warm_up: int) -> tuple[t
             for _ in range(warm_up):
                 run()
             with pause_garbage_collection():
-                # "thread_local" lets other threads go on using the device.
+                # "thread_local" allows other threads to use the device.
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     with refuse_host_randomness():
@@ -152,14 +152,14 @@ def _record(run: Callable[[], T], device: torch.device, warm_up: int) -> tuple[t
                         graph.capture_end()
                     raise
                 graph.capture_end()
-    finally:  # After a failure, too: the caller's repairs must not overtake a warm-up step.
+    finally:  # This also happens after a failure, because the caller's repairs must not overtake a warm-up step.
         now.wait_stream(stream)
     return graph, result
 
 
 @contextmanager
 def refuse_host_randomness() -> Iterator[None]:
-    """Raise if random numbers are drawn on the host, as by an augmentation: a graph would repeat them for ever."""
+    """Raise if random numbers are drawn on the host, e.g. by augmentation, because a graph would repeat them."""
     before = _host_rng_states()
     yield
     if _host_rng_states() != before:
@@ -173,7 +173,7 @@ def _host_rng_states() -> tuple[Any, ...]:
 
 @contextmanager
 def pause_garbage_collection() -> Iterator[None]:
-    """Keep garbage, which may hold other graphs, from being freed while a graph is captured."""
+    """Suspend garbage collection during a capture, because garbage may include other graphs."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -184,9 +184,9 @@ def pause_garbage_collection() -> Iterator[None]:
 
 
 class CapturedEpoch:
-    """A captured epoch, or a captured number of steps. A counter on the device tells each step which batch is next.
+    """A captured epoch, or a captured number of steps. A counter on the device selects the next batch.
 
-    Only tensors are kept, because a graph has to be freed when its stage ends, not at the next garbage collection.
+    Only tensors are kept, because a graph must be freed when its stage ends, not by a later garbage collection.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class CapturedEpoch:
         steps: int,
     ) -> None:
         self.steps = steps
-        # Any valid order will do for warming up, since its effect on the model is undone.
+        # Any valid order will do for the warm-up, whose effect on the model is undone.
         rows = max(self.steps, WARM_UP_STEPS + 1)
         self.order = torch.arange(rows * size, device=device).remainder_(samples).view(-1, size)
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
@@ -238,7 +238,7 @@ class CapturedEpoch:
 
 
 def _end_capture(device: torch.device) -> None:
-    """Capture nothing. After a failed capture, torch's random generator would otherwise stay in capture mode."""
+    """Capture an empty graph, which takes torch's random generator out of capture mode after a failed capture."""
     nothing = torch.zeros(1, device=device)
     torch.cuda.synchronize(device)
     _record(lambda: nothing.add_(1), device, 0)
@@ -247,7 +247,7 @@ def _end_capture(device: torch.device) -> None:
 def keep_buffers_in_place(model: nn.Module) -> Callable[[], None]:
     """Return a function that copies the current buffer values into the original tensors.
 
-    Some layers put a new tensor in the place of a buffer in each step, which a graph would not notice.
+    Some layers replace a buffer by a new tensor in each step, which a graph would not notice.
     """
     places = [
         (module._buffers, name, tensor)
@@ -270,11 +270,11 @@ def keep_buffers_in_place(model: nn.Module) -> Callable[[], None]:
 
 @contextmanager
 def undo_steps(model: nn.Module, optimiser: optim.Optimizer) -> Iterator[None]:
-    """Restore weights, statistics and the optimiser's state afterwards, in the same memory.
+    """Restore weights, statistics and the optimiser's state at the end of the block, in the same memory.
 
-    Optimiser state that did not exist before is set to zero. An optimiser that does not start from zero, such as
-    Rprop, whose step size would stay zero, is refused. So are steps that leave new tensors in the place of buffers,
-    because a graph would go on reading the old ones.
+    Optimiser state that did not exist before is set to zero. An optimiser that does not start from zero is refused,
+    such as Rprop, whose step size would stay zero. Steps that replace buffers by new tensors are refused as well,
+    because a graph would still read the old ones.
     """
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if is_writable(tensor)]
@@ -306,7 +306,7 @@ def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reset_state(state: dict[str, Any], before: dict[str, Any]) -> None:
-    """Give the state of one parameter its earlier values in place, or zeros where there were none."""
+    """Restore the earlier values of a parameter's state in place, or zeros if there were none."""
     for name, value in state.items():
         if isinstance(value, Tensor):
             value.copy_(before[name]) if name in before else value.zero_()
@@ -322,9 +322,9 @@ def _refuse_new_buffers(buffers: list[tuple[nn.Module, dict[str, Tensor | None]]
 
 
 def list_tensors(model: nn.Module) -> list[Tensor]:
-    """Return every tensor that a model holds, for the owner of a graph that reads them.
+    """List every tensor of a model, so that the owner of a graph can keep them alive.
 
-    A model may replace a mask or a table when a batch of another size comes, and so free what a graph still reads.
+    A model may replace a mask or a table for a batch of another size, and thereby free memory that a graph still reads.
     """
     return [tensor.detach() for module in model.modules() for tensor in find_tensors(vars(module))]
 

@@ -1,7 +1,7 @@
 """Channels-last memory format for convolutions, which is faster on a GPU and on a CPU.
 
-Feature maps follow the format of the weights they meet. Values stay the same but for rounding, unless a model relies on
-the memory layout of its maps, as `view` does. Such a model is left as it is.
+Feature maps take the format of the weights. Values are equal up to rounding, unless a model relies on the memory layout
+of its maps, as `view` does. Such a model is not converted.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from shiftmend.utils.devices import preferred_memory_format, sum_dtype
 from shiftmend.utils.tensor_tree import Inputs
 
 MAX_RELATIVE_DIFFERENCE = 0.01
-"""Difference allowed between both formats, relative to the largest output. Rounding of TF32 stays far below."""
+"""Largest difference between both formats, relative to the largest output. Rounding by TF32 is far smaller."""
 
 
 def channels_last(model: nn.Module, sample: Inputs, output: Entry = None, returned: Any = None) -> bool:
-    """Convert the weights of 2-D convolutions to channels last, if the model computes the same with them.
+    """Convert the weights of 2-D convolutions to channels last, if the outputs of the model stay the same.
 
-    A copy is tried first: in eval mode against the model as it is, and in a training step.
+    A copy is tested first: in eval mode against the model, and in a training step.
 
     Args:
         model: The model to convert.
-        sample: A batch of inputs where the model lies.
+        sample: A batch of inputs on the device of the model.
         output: Entry of a tuple or dict that is the model's output.
-        returned: What the model returned for this batch in eval mode, if that is known. Otherwise the model is run.
+        returned: Output of the model for this batch in eval mode, if known. Otherwise the model is run.
 
     Returns:
         Whether the weights were converted.
@@ -54,7 +54,7 @@ def channels_last(model: nn.Module, sample: Inputs, output: Entry = None, return
 
 
 def as_in(model: nn.Module, like: nn.Module) -> None:
-    """Give the weights of convolutions the memory format that they have in another model of the same modules."""
+    """Give the weights of convolutions the memory format that they have in another copy of the model."""
     theirs = _weights(like)
     for name, weight in _weights(model).items():
         if name in theirs and weight.shape == theirs[name].shape and weight.stride() != theirs[name].stride():
@@ -62,7 +62,7 @@ def as_in(model: nn.Module, like: nn.Module) -> None:
 
 
 def _weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights of 2-D convolutions, without those that are computed from other parameters."""
+    """Return the weights of 2-D convolutions, except those computed from other parameters."""
     convolutions = nn.Conv2d | nn.ConvTranspose2d
     found = {
         name: module._parameters.get("weight")

@@ -1,9 +1,9 @@
 """Forward passes in reduced precision, with all weights cast at once.
 
-Autocast casts each weight by a kernel of its own, and each gradient back by another: for a small network a fifth of all
-kernels in a step. `cast_at_once` casts the weights of all convolutions and linear layers by one kernel, and their
-gradients by another. Measured on an H200, steps of the paper's CNN are 12 % faster than with plain autocast, and 7 %
-with eight runs at once (docs/speed.md), so the extra code stays.
+Autocast casts each weight by its own kernel, and each gradient back by another: a fifth of all kernels in a step of a
+small network. `cast_at_once` casts the weights of all convolutions and linear layers by one kernel, and their gradients
+by another. On an H200, steps of the paper's CNN are 12 % faster than with plain autocast, and 7 % with eight runs at
+once (docs/speed.md), which justifies the extra code.
 
 Wherever autocast would have cast one of these weights, the copy is used. Everything else that reads or writes a weight
 meets the weight itself. Numbers are those of autocast. Gradients of a layer that is used several times are added in the
@@ -23,7 +23,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 Precision = Callable[[], AbstractContextManager[Any]]
-"""Makes the context manager of a forward pass: `nullcontext`, or a partial call of `cast_at_once`."""
+"""Function that makes the context manager of a forward pass: `nullcontext`, or a partial call of `cast_at_once`."""
 
 _CALLS = frozenset(
     {
@@ -41,17 +41,17 @@ _CALLS = frozenset(
 
 @contextmanager
 def cast_at_once(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Run a model in a reduced type inside the block; gradients of its weights come in their own precision.
+    """Run a model in reduced precision inside the block; gradients of its weights have the weights' precision.
 
     Args:
         model: The model that runs inside the block.
-        device: Where the model runs.
+        device: Device of the model.
         dtype: `torch.bfloat16` or `torch.float16`.
     """
-    # Without autocast's cache of weights, which a captured step could not refresh.
+    # Autocast's cache of weights is off, because a captured step could not refresh it.
     with torch.autocast(device.type, dtype, cache_enabled=False):
         if any(module._compiled_call_impl is not None for module in model.modules()):
-            yield  # A compiler fuses the casts by itself, and must not meet a TorchFunctionMode.
+            yield  # The compiler fuses the casts by itself, and does not support a TorchFunctionMode.
         else:
             with _UseCopies(_cast_weights(model, dtype), device.type, dtype):
                 yield
@@ -59,10 +59,10 @@ def cast_at_once(model: nn.Module, device: torch.device, dtype: torch.dtype) -> 
 
 @contextmanager
 def nothing_cached() -> Iterator[None]:
-    """Switch autocast's cache of weights off inside the block.
+    """Turn autocast's cache of weights off inside the block.
 
-    If the caller has switched autocast on, the cache keeps the first cast of a weight until the caller's block ends,
-    and the network would run with outdated weights.
+    If the caller has enabled autocast, the cache keeps the first cast of a weight until the caller's block ends, and
+    the network would run with outdated weights.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -73,7 +73,7 @@ def nothing_cached() -> Iterator[None]:
 
 
 class _UseCopies(TorchFunctionMode):
-    """A mode that hands the copy of a weight to calls for which autocast would cast the weight."""
+    """A mode that passes the copy of a weight to calls for which autocast would cast the weight."""
 
     def __init__(self, copies: Mapping[Tensor, tuple[Tensor, int]], device_type: str, dtype: torch.dtype) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _UseCopies(TorchFunctionMode):
         return func(*args, **named)
 
     def _autocasts(self) -> bool:
-        """Return whether autocast is on: a model may switch it off for some of its layers."""
+        """Return whether autocast is on, since a model may turn it off for some layers."""
         kind = self.device_type
         return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == self.dtype
 

@@ -1,1 +1,1 @@
-"""`adapt` and `stream`: from a model, data and a profile to an adapted model."""
+"""`adapt` and `stream`: adapt a model to unlabelled data, all at once or batch by batch."""

@@ -1,4 +1,4 @@
-"""`adapt`: from a model, data and a profile to an adapted model."""
+"""`adapt`: adapt a model to unlabelled target data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
 
 AUTO = "auto"
-"""Name of the choice among candidates."""
+"""The method name that lets `adapt` choose among several candidates."""
 
 
 @torch.inference_mode(False)
@@ -64,12 +64,13 @@ def adapt(
 ) -> Adaptation:
     """Adapt a copy of a model to unlabelled target inputs; the caller's model is not touched.
 
-    BatchNorm uses and updates batch statistics in every layer while everything else is in eval mode (no dropout), as
-    in the reference implementation. The method decides what is trained: flags that freeze layers of `model` are not
-    heeded, but come back on the result. Ctrl-C returns the state after the last whole epoch.
+    While adapting, BatchNorm layers are in train mode and everything else is in eval mode (no dropout), as in the
+    reference implementation. The method decides which parameters are trained: `requires_grad` of `model` is ignored
+    during training and restored on the result. Ctrl-C returns the state after the last complete epoch.
 
-    In a process group every process calls this with the same model and the same data and gets the same result. Each
-    process runs its share of every batch, `batch_size` is that of all together, and Ctrl-C ends them all.
+    In a process group, every process calls `adapt` with the same model and the same data, and gets the same result.
+    Each process computes its part of every batch, `batch_size` counts the samples of all processes together, and Ctrl-C
+    stops all of them.
 
     Args:
         model: Any `nn.Module`. Inputs in a dict are passed by name, and those in a tuple in order.
@@ -80,39 +81,44 @@ def adapt(
             estimated best. The untouched model is one of them.
         candidates: For `"auto"`: methods to try. By default those that were rehearsed; without a rehearsal, input
             matching, AdaBN, FR, BUFR and BUFR-IM.
-        calibrate: Whether the mean confidence of the returned model is set to its estimated accuracy, by a temperature
-            in its head. Answers stay as they are. Where no estimate holds, the temperature is that of home. Needs a
-            profile that was rehearsed with labels; the untouched model is left alone.
-        batch_size: Samples in a batch; 256, or what a loader brings along. In a schedule that ends by itself, fewer
-            than 500 samples are one batch. Batches of 256 that do not fit into the memory of a GPU are halved before
-            the first step, until they do.
-        seed: Decides the order of the batches, and whatever else is random.
-        preprocess: Called with each batch on the device, before the model.
-        blocks: Names of modules, or groups of them, that BUFR unfreezes one after the other.
+        calibrate: Whether to divide the logits of the returned model by a temperature, so that its mean confidence
+            equals its estimated accuracy. Predictions do not change. Without a valid estimate, the temperature that
+            calibrates the model at home is used. Needs a profile that was rehearsed with labels. The untouched model is
+            never calibrated.
+        batch_size: Samples per batch. The default is 256, or the batch size of a `DataLoader`. With `epochs="auto"`,
+            fewer than 500 samples form one batch. If batches of the default size exceed the memory of a GPU, they are
+            halved before the first step until they fit.
+        seed: Seed of the order of the batches and of all other random numbers.
+        preprocess: Function that is applied to each batch of inputs on the device, before the model.
+        blocks: Names of modules, or groups of names, that BUFR unfreezes one after the other.
         output: Entry of a tuple or dict that is the model's output.
-        device: Where to compute; `"auto"` is the model's accelerator, else CUDA if there is one, else the CPU.
+        device: Device to compute on. `"auto"` is the accelerator that holds the model, else CUDA if available, else the
+            CPU.
         autocast: True runs the network in bfloat16. A dtype (`torch.bfloat16`, `torch.float16`) chooses another.
-        resident: Whether data that fits is kept on the device.
-        capture: On CUDA, whether steps over resident data are replayed as a CUDA graph: many times faster for small
-            networks, and equal but for rounding. What cannot be captured runs eagerly.
-        compile: Whether captured steps are compiled by `torch.compile` first. That takes a quarter of a minute or more
-            for each set of trained layers, and makes steps of a large network a fifth faster.
-        keep: `"last"` returns the state after the last epoch, `"selected"` that of the epoch which the verification
-            slices prefer. The number of that epoch is in the result either way. None is `"selected"` for a schedule
-            that ends by itself (`epochs="auto"`), and `"last"` for a fixed number of epochs.
-        on_epoch: Called as `on_epoch(model, row)` before the first and after each epoch; in a schedule that ends by
-            itself, after each round of steps.
-        checkpoint: A file. A killed run with the same arguments goes on from it.
-        progress: True shows a progress bar, False does not, None does so on a terminal.
-        **options: Hyper-parameters of the method, e.g. `learning_rate=0.1`. Of a list of learning rates, the run that
-            the verification slices prefer is returned.
+        resident: Whether data that fits into the device's memory is kept there.
+        capture: On CUDA, whether training steps on resident data are captured as a CUDA graph and replayed. That is
+            many times faster for small networks, and results agree up to rounding. Steps that cannot be captured run
+            eagerly.
+        compile: Whether captured steps are compiled by `torch.compile` first. Compiling takes 15 seconds or more for
+            each set of trained layers, and makes the steps of a large network about 20 % faster.
+        keep: `"last"` returns the state after the last epoch. `"selected"` returns the state of the best epoch, chosen
+            without labels by the verification slices. Either way, the result names that epoch (`selected`). The default
+            is `"selected"` with `epochs="auto"`, and `"last"` with a fixed number of epochs.
+        on_epoch: Function that is called as `on_epoch(model, row)` before the first epoch and after each epoch. With
+            `epochs="auto"`, it is called after each round of steps.
+        checkpoint: Path of a checkpoint file. A run that was killed resumes from this file if it is started again with
+            the same arguments.
+        progress: Whether to show a progress bar; None shows one on a terminal.
+        **options: Hyper-parameters of the method, e.g. `learning_rate=0.1`. If `learning_rate` is a list, one run is
+            made with each rate, and the best run, chosen without labels by the verification slices, is returned.
 
     Returns:
         The adapted model with its estimated accuracy before and after, its history, its verification and a manifest.
 
     Raises:
         ShiftmendError: If the model, the data, the profile or an option cannot be used; the message says which.
-        DivergedError: If the loss or a weight is no longer finite. Its `adaptation` is what had been reached.
+        DivergedError: If the loss or a weight is no longer finite. The attribute `adaptation` of the error holds the
+            state after the last good epoch.
 
     Example:
         >>> import torch, shiftmend
@@ -146,7 +152,9 @@ def adapt(
     if method == AUTO:
         return _adapt_auto(model, target, profile, settings, candidates, calibrate, options)
     if candidates is not None:
-        raise AdaptationError(f"candidates are for the method 'auto', and {method!r} was named; leave one of them out")
+        raise AdaptationError(
+            f"Expected candidates only beside the method 'auto', got the method {method!r}. Leave one of the two out."
+        )
     if not isinstance(rates, list | tuple):
         alone, fits = make_method(method, **options), checkpoints.data_fits(checkpoint)
         task = prepare(model, target, profile, alone, settings, fits)
@@ -157,9 +165,14 @@ def adapt(
             estimate_one(task, alone, result, readings, calibrate=calibrate, output=output)
         return _warn(task, result, readings) if changed else result
     if profile is None:
-        raise AdaptationError("several learning rates need a judge between them: a profile of the source")
+        raise AdaptationError(
+            "Expected a profile of the source, which chooses among several learning rates, got none. Pass profile=, "
+            "or one learning rate."
+        )
     if not rates:
-        raise AdaptationError("the list of learning rates is empty; name at least one, or leave it out")
+        raise AdaptationError(
+            "Expected at least one learning rate, got an empty list. Name one, or leave learning_rate out."
+        )
     for rate in rates:
         check_positive(rate, "every learning rate")
     methods = {rate: make_method(method, **options | {"learning_rate": rate}) for rate in map(float, rates)}
@@ -186,8 +199,8 @@ def _adapt_auto(
 ) -> Adaptation:
     if options:
         raise AdaptationError(
-            f"{next(iter(options))!r} is an option of one method, and 'auto' tries several; name the method, e.g. "
-            "adapt(..., 'bufr'), or give candidates=[BUFR(...)]"
+            f"Expected options only beside a single method, got {next(iter(options))!r} beside 'auto'. Name the "
+            "method, e.g. 'bufr', or pass candidates=[BUFR(...)]."
         )
     untouched, fits = make_method("source-only"), checkpoints.data_fits(settings.checkpoint)
     task = prepare(model, target, profile, untouched, settings, fits)
@@ -195,12 +208,12 @@ def _adapt_auto(
 
 
 def _is_changed(result: Adaptation) -> bool:
-    """Return whether the returned model is another one than was given; an early epoch may have been kept."""
+    """Return whether the weights of the returned model differ from those of the given one."""
     return bool(result.manifest["adapted_weights"] != result.manifest["source_weights"])
 
 
 def _read_if_useful(task: Task, method: Method, result: Adaptation) -> dict[str, Reading]:
-    """Read both models if an estimate or a sign of harm may come of it; else return nothing."""
+    """Read the signals of the untouched and the adapted model, if an estimate or a check for harm needs them."""
     if task.profile is None or world_size() > 1:
         return {}
     judges_answers = _is_changed(result) and not result.interrupted and find_answers(task.profile) is not None
@@ -208,7 +221,7 @@ def _read_if_useful(task: Task, method: Method, result: Adaptation) -> dict[str,
 
 
 def _warn(task: Task, result: Adaptation, readings: dict[str, Reading]) -> Adaptation:
-    """Log what is wrong with the returned run; runs that were not chosen are passed over."""
+    """Log the warnings of the returned run only, not those of runs that were not chosen."""
     if task.profile is None:
         return result
     both = tuple(readings.values())

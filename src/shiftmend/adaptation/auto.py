@@ -1,7 +1,8 @@
 """`auto`: try several candidates on the target and keep the one that is estimated best.
 
-The untouched model is always a candidate, and wins unless another one is clearly better. With a rehearsed profile the
-estimates decide. Without one, the features decide, and the result says that nobody could know more.
+The untouched model is always a candidate, and is kept unless another candidate is clearly better. With a rehearsed
+profile, the estimated accuracy decides. Without one, the divergence of the features decides, and the result has no
+estimate.
 """
 
 from __future__ import annotations
@@ -51,19 +52,19 @@ MUCH_CLOSER = 0.7
 """Slices, as a share of those of the untouched model, that a candidate must come below where no estimate holds: without
 a rehearsal, and where the untouched model is certain of other classes than home has."""
 SIMPLER = 1.2
-"""Without a rehearsal: the simplest candidate is kept whose slices exceed the lowest by no more than this factor."""
+"""Without a rehearsal, the simplest candidate is kept whose slice divergence is within this factor of the lowest."""
 
 ADVICE = "try profile = shiftmend.rehearse(model, held_out_home_data, profile) at home"
 
 OTHER_PATIENTS = 0.07
-"""Total variation between class shares, beyond chance, from which on a site counts as one of other patients."""
+"""Total variation between class shares, beyond sampling noise, above which the classes count as changed."""
 
 CandidateNames = Iterable[str | Method | type[Method]]
 
 
 @dataclass
 class Trial:
-    """One candidate on the target: its run and its reading, or why there is none."""
+    """The outcome of one candidate on the target: its run and its signals, or the reason for its failure."""
 
     name: str
     method: Method
@@ -82,21 +83,23 @@ def list_candidates(given: CandidateNames | None, profile: Profile) -> dict[str,
         profile: The source's profile.
 
     Raises:
-        AdaptationError: If a candidate is unknown, needs labels, or is there twice.
+        AdaptationError: If a candidate is unknown, needs labels, or is listed twice.
     """
     if given is None:
         rehearsed = profile.rehearsal.candidates if profile.rehearsal is not None else ()
-        # A method of one's own cannot be made from its name.
+        # A user's own method cannot be constructed from its name.
         given = tuple(name for name in rehearsed if name in METHODS) or choose_usual(CANDIDATES, profile)
     elif isinstance(given, str | Method | type) or not isinstance(given, Iterable):
-        raise AdaptationError(f"candidates is {brief(given)}, expected a list of methods, e.g. ['adabn', 'bufr']")
+        raise AdaptationError(
+            f"Expected candidates to be a list of methods, e.g. ['adabn', 'bufr'], got {brief(given)}."
+        )
     methods = {UNTOUCHED: make_method(UNTOUCHED)}
     for one in given:
         made = make_method("source-only" if one == "untouched" else one)
         if made.takes_labels:
-            raise AdaptationError(f"{made.name} needs labels and cannot be a candidate")
+            raise AdaptationError(f"Expected candidates that need no labels, got {made.name}. Leave it out.")
         if made.name in methods and made.name != UNTOUCHED:
-            raise AdaptationError(f"the candidate {made.name} is named twice; name each method once")
+            raise AdaptationError(f"Expected different candidates, got {made.name} twice. Name each method once.")
         methods[made.name] = made
     return methods
 
@@ -111,9 +114,9 @@ def choose_usual(names: Sequence[str], profile: Profile) -> tuple[str, ...]:
 
 
 def try_candidates(task: Task, settings: Settings, methods: Mapping[str, Method]) -> list[Trial]:
-    """Adapt by each candidate to the same target, and read each outcome.
+    """Run each candidate on the same target data, and read the signals of each adapted model.
 
-    A candidate that diverges or cannot work with the data counts as failed. Ctrl-C ends the trials.
+    A candidate that diverges or refuses the data counts as failed. Ctrl-C stops the loop over candidates.
     """
     assert task.profile is not None
     before: Verification | None = None
@@ -138,7 +141,8 @@ def try_candidates(task: Task, settings: Settings, methods: Mapping[str, Method]
                 trial.failure = str(error)
             finally:
                 if task.feed.may_resize:
-                    # A schedule of its own may have changed the batches, which must not reach the next candidate.
+                    # The candidate's schedule may have changed the batch size, which must not affect the next
+                    # candidate.
                     task.feed.resize(size)
                     task.feed.reduced_from = reduced
             trial.seconds = time.perf_counter() - started
@@ -152,7 +156,7 @@ def try_candidates(task: Task, settings: Settings, methods: Mapping[str, Method]
 
 def _read(task: Task, model: nn.Module, method: Method, *, free_shares: bool = False) -> Reading:
     assert task.profile is not None
-    # A result lies where the caller's model is, which may be another device.
+    # The adapted model lies on the device of the caller's model, which may not be the feed's device.
     place = task.feed.device
 
     @torch.no_grad()
@@ -166,7 +170,7 @@ def _read(task: Task, model: nn.Module, method: Method, *, free_shares: bool = F
 
 
 def _compare_for_shares(result: Adaptation, reading: Reading) -> None:
-    """Let a result be verified against home for the class shares that its model finds, if they were free."""
+    """Verify a result against home reweighted to the class shares that its method estimated, if it estimated any."""
     if reading.shares is not None:
         result.after = replace(reading.verification, adapted=True)
         result.manifest["verification"]["after"] = result.after.to_json()
@@ -174,14 +178,15 @@ def _compare_for_shares(result: Adaptation, reading: Reading) -> None:
 
 
 def _add_signals(task: Task, trials: Sequence[Trial]) -> None:
-    """Join the signals of each trial by its agreement with the others, where samples come in one order."""
+    """Add to each trial's signals its agreement with the other trials, if all saw the samples in the same order."""
     assert task.profile is not None
     readings = {trial.name: trial.reading for trial in trials if trial.reading is not None}
     if task.feed.resident or task.feed.keeps_order:
         joined = add_agreements(readings, task.profile.rehearsal)
         for trial in trials:
             if trial.method.frees_shares and trial.reading is not None:
-                # Where classes have other shares, the others go wrong, and to agree with them says nothing.
+                # If class shares changed, the other candidates are wrong, and agreement with them carries no
+                # information.
                 joined[trial.name] = dict(trial.reading.signals)
     else:
         joined = {name: dict(reading.signals) for name, reading in readings.items()}
@@ -198,17 +203,22 @@ def adapt_auto(
 ) -> Adaptation:
     """Try all candidates and return the one that is estimated best, calibrated.
 
-    Nothing is trained where the data are as at home.
+    If the target data look like home data, nothing is trained.
     """
     if task.profile is None:
         raise AdaptationError(
-            "method 'auto' needs a profile of the source, to judge its candidates; make one with shiftmend.profile, "
-            "or name a method"
+            "Expected a profile of the source, by which 'auto' judges its candidates, got none. Make one with "
+            "shiftmend.profile, or name a method."
         )
     if world_size() > 1:
-        raise AdaptationError("method 'auto' works in one process; use one process, or name a method such as 'bufr'")
+        raise AdaptationError(
+            f"Expected one process for the method 'auto', got {world_size()}. Use one process, or name a method such "
+            "as 'bufr'."
+        )
     if settings.on_epoch is not None:
-        raise AdaptationError("on_epoch follows one method, and 'auto' tries several; name a method")
+        raise AdaptationError(
+            "Expected on_epoch only beside a single method, got it beside 'auto', which tries several. Name a method."
+        )
     methods = list_candidates(candidates, task.profile)
     (untouched,) = try_candidates(task, settings, {UNTOUCHED: methods[UNTOUCHED]})
     assert untouched.reading is not None
@@ -234,7 +244,7 @@ def adapt_auto(
 
 
 def _try_others(task: Task, settings: Settings, methods: Mapping[str, Method], untouched: Trial) -> list[Trial]:
-    """Try all other candidates, and return them behind the untouched model."""
+    """Try all other candidates; return the untouched model's trial followed by theirs."""
     rest = {name: method for name, method in methods.items() if name != UNTOUCHED}
     trials = [untouched, *try_candidates(task, settings, rest)]
     _add_signals(task, trials)
@@ -242,7 +252,7 @@ def _try_others(task: Task, settings: Settings, methods: Mapping[str, Method], u
 
 
 def _finish_at_home(untouched: Trial, estimator: Estimator) -> Adaptation:
-    """Return the untouched model: the data are as at home."""
+    """Return the untouched model, because the target data look like home data."""
     result, reading = untouched.adaptation, untouched.reading
     assert result is not None
     assert reading is not None
@@ -361,17 +371,17 @@ def tell_change(shares: Shares | None, record: Rehearsal) -> Change | None:
 
 
 def _finish_unrehearsed(trials: Sequence[Trial], chosen: Trial, reason: str) -> Adaptation:
-    """Return a candidate without an estimate, and say how to get one."""
+    """Complete the chosen result without an estimate; its reason says how to get one."""
     assert chosen.adaptation is not None
     nobody = Estimate(None, None, None, "accuracy", ("the profile was not rehearsed",))
     tried = tuple(Candidate(trial.name, None, trial.signals, trial.seconds, trial.failure) for trial in trials)
     result = _complete(chosen.adaptation, Estimates(nobody, nobody), tried, reason)
-    logger.warning("the profile was not rehearsed, so nobody can say what was won; %s", ADVICE)
+    logger.warning("the profile was not rehearsed, so the gain cannot be estimated; %s", ADVICE)
     return result
 
 
 def _find_reason_to_stay(untouched: Trial, profile: Profile) -> str | None:
-    """Return why nothing has to be tried without a rehearsal, in words; None if candidates have to be."""
+    """Return, without a rehearsal, the reason to keep the untouched model; None if candidates should be tried."""
     assert untouched.reading is not None
     if untouched.reading.verification.verdict == "restored":
         return "the features are as at home, so nothing was changed"
@@ -381,7 +391,7 @@ def _find_reason_to_stay(untouched: Trial, profile: Profile) -> str | None:
 
 
 def _choose_by_features(trials: Sequence[Trial], profile: Profile) -> tuple[Trial, str]:
-    """Choose by the features: slices must come much closer to home, and marginals and answers not speak against it."""
+    """Choose by divergences: slices must come much closer to home, and marginals and predictions must not object."""
     untouched = trials[0]
     limits = {name: untouched.signals.get(name, float("inf")) for name in ("slices", "marginals")}
     closer = [
@@ -407,7 +417,7 @@ def _choose_by_features(trials: Sequence[Trial], profile: Profile) -> tuple[Tria
 
 
 def _complete(result: Adaptation, estimates: Estimates, tried: tuple[Candidate, ...], reason: str) -> Adaptation:
-    """Put estimates and candidates on the result and into its manifest."""
+    """Store the estimates and the tried candidates in the result and its manifest."""
     result.estimate, result.candidates, result.reason = estimates, tried, reason
     result.manifest["chosen"] = {"by": "auto", "reason": reason}
     result.manifest["candidates"] = [one.to_json() for one in tried]
@@ -421,7 +431,7 @@ def _complete(result: Adaptation, estimates: Estimates, tried: tuple[Candidate, 
 
 
 def mark(result: Adaptation, temperature: float = 1.0) -> None:
-    """Write on the model how it was adapted, so that `verify` knows which map to read."""
+    """Record on the model how it was adapted, so that `verify` uses the estimate's map for that method."""
     result.model.shiftmend_adaptation = {  # type: ignore[assignment]
         "method": result.manifest["method"]["name"],
         "temperature": temperature,
@@ -430,7 +440,7 @@ def mark(result: Adaptation, temperature: float = 1.0) -> None:
 
 
 def read_both(task: Task, method: Method, result: Adaptation) -> dict[str, Reading]:
-    """Read the untouched model and the adapted one on the target; the untouched one alone if that was returned."""
+    """Read the signals of the untouched and the adapted model on the target; only the former if they are the same."""
     untouched = copy_model(task.model).to(task.feed.device).eval()
     readings = {UNTOUCHED: _read(task, untouched, make_method(UNTOUCHED))}
     name = result.manifest["method"]["name"]
@@ -449,7 +459,7 @@ def estimate_one(
     calibrate: bool = True,
     output: Entry = None,
 ) -> None:
-    """Add estimates before and after to the run of a named method, from the readings of both models."""
+    """Add the estimated scores before and after to the result of a single method, from the signals of both models."""
     assert task.profile is not None
     record = task.profile.rehearsal
     assert record is not None
@@ -470,9 +480,9 @@ def estimate_one(
 
 
 def calibrate_result(result: Adaptation, reading: Reading, task: Task, output: Entry = None) -> None:
-    """Fold a temperature into the head: that at which the mean confidence equals the estimated accuracy.
+    """Fold into the head the temperature at which the mean confidence equals the estimated accuracy.
 
-    Where no estimate holds, the temperature that calibrates the untouched model at home is taken.
+    Without a valid estimate, use the temperature that calibrates the untouched model at home.
     """
     after = result.estimate.after if result.estimate is not None else None
     profile = task.profile
@@ -488,7 +498,7 @@ def calibrate_result(result: Adaptation, reading: Reading, task: Task, output: E
         refusal = fold_temperature(result.model, profile.specs["logits"], temperature, sample, output)
     if refusal is None:
         mark(result, temperature)
-        # The weights that are saved, by which a manifest is recognised.
+        # A manifest is matched to its weights by this fingerprint.
         result.manifest["adapted_weights"] = fingerprints.weights(result.model)
     folded = {"temperature": temperature, "by": by}
     result.manifest["calibration"] = folded if refusal is None else {"refused": refusal}

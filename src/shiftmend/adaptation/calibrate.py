@@ -1,4 +1,4 @@
-"""Calibration by a temperature: find the one that fits a mean confidence, and fold it into the head of a model."""
+"""Temperature scaling: find the temperature for a given mean confidence, and fold it into the head of a model."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from shiftmend.utils.rng import preserve_rng
 from shiftmend.utils.tensor_tree import Inputs
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.05, 50.0
-"""Temperatures between which one is searched."""
+"""Bounds of the search for a temperature."""
 
 _HALVINGS = 60
 """Steps of the bisection; the interval of log T, about 7 wide, shrinks to the precision of float64."""
 
 
 def find_temperature(logits: Tensor, mean_confidence: float) -> float:
-    """Find the temperature T at which the mean of `max softmax(logits / T)` equals a number.
+    """Find the temperature T at which the mean of `max softmax(logits / T)` equals a given confidence.
 
     Args:
-        logits: Class logits `[N, K]`, or `[N, K, ...]` with one answer for each position. `[N]` and `[N, 1]` are
-            binary: the logit of the second of two classes.
-        mean_confidence: The number. Below 1 / K and above 1, which no confidence can be, it is clipped.
+        logits: Class logits `[N, K]`, or `[N, K, ...]` with one prediction per position. `[N]` and `[N, 1]` are binary
+            logits of the positive class.
+        mean_confidence: The wanted mean confidence; clipped to the possible range, 1 / K to 1.
 
     Returns:
-        A temperature from 0.05 to 50; one of these bounds if no temperature between them gives the number.
+        A temperature from 0.05 to 50, or one of these bounds if no temperature between them gives that confidence.
 
     Example:
         >>> logits = torch.randn(100, 3, generator=torch.Generator().manual_seed(0)) * 4
@@ -43,7 +43,7 @@ def find_temperature(logits: Tensor, mean_confidence: float) -> float:
         0.7
     """
     binary = logits.ndim == 1 or logits.shape[1] == 1
-    # The distances to the largest logit, which is the answer.
+    # Differences to the largest logit, which belongs to the predicted class.
     gaps = logits.detach().to(sum_dtype(logits.device))
     gaps = torch.stack([gaps.abs(), torch.zeros_like(gaps)], 1) if binary else gaps
     gaps = gaps - gaps.amax(1, keepdim=True)
@@ -53,7 +53,7 @@ def find_temperature(logits: Tensor, mean_confidence: float) -> float:
     def is_too_confident(log_temperature: float) -> bool:
         return float((1 / (gaps / math.exp(log_temperature)).exp().sum(1)).mean()) > wanted
 
-    # A higher temperature is less confident, so the bounds decide first.
+    # Confidence falls with temperature, so the bounds are checked first.
     if is_too_confident(high):
         return HIGHEST_TEMPERATURE
     if not is_too_confident(low):
@@ -71,25 +71,25 @@ def fold_temperature(
     sample: Inputs | None = None,
     output: Entry = None,
 ) -> str | None:
-    """Divide weight and bias of a model's head by a temperature, in place, so that its logits are divided.
+    """Divide a model's logits by a temperature, by dividing weight and bias of its head in place.
 
-    The answers stay the same, and the model stays a plain module without anything added. Where the logits would not be
-    divided, nothing is changed: the head has other parameters, shares them with another layer or computes them, or the
-    model goes on computing behind its head.
+    Predictions do not change, and no module is added to the model. The model is left unchanged if this would not divide
+    its logits: if the head has parameters other than weight and bias, shares or computes them, or if further layers
+    follow the head.
 
     Args:
         model: The model, changed in place.
         head: The tap `logits` (`profile.specs["logits"]`), or the name of the module that returns the logits.
         temperature: A positive number.
-        sample: A small batch of inputs `[N, ...]`. The model runs on the batch before and after, in eval mode, and
-            what it returns must have been divided.
+        sample: A small batch of inputs `[N, ...]`. The model runs on this batch in eval mode before and after, to check
+            that its output was divided.
         output: Entry of a tuple or dict that is the model's output.
 
     Returns:
-        None if the temperature was folded in, otherwise the reason why not.
+        None if the temperature was folded in, otherwise the reason why it was not.
 
     Raises:
-        AdaptationError: If the temperature is no positive number.
+        AdaptationError: If the temperature is not a positive number.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -119,7 +119,7 @@ def fold_temperature(
 
 
 def _find_obstacle(model: nn.Module, tap: Tap) -> str | None:
-    """Return why the parameters of a head cannot be divided, as far as the head itself shows."""
+    """Return the reason why the parameters of a head cannot be divided, judged by the head alone; None if they can."""
     if tap.side == "input":
         return f"the logits are what {tap.module!r} reads, not what it returns"
     module = module_of(model, tap)
@@ -141,7 +141,7 @@ def _find_obstacle(model: nn.Module, tap: Tap) -> str | None:
 
 
 def _run(model: nn.Module, sample: Inputs, output: Entry) -> Tensor:
-    """Run a model in eval mode; a model that draws random numbers draws the same ones each time."""
+    """Run a model in eval mode with a fixed random seed."""
     place = device_of(model)
     with torch.no_grad(), preserve_modes(model), force_eager(model), preserve_rng(place):
         torch.manual_seed(0)
@@ -150,11 +150,11 @@ def _run(model: nn.Module, sample: Inputs, output: Entry) -> Tensor:
 
 
 def _is_divided(after: Tensor, before: Tensor, temperature: float) -> bool:
-    """Tell whether an output is another one divided by the temperature, up to rounding."""
+    """Tell whether `after` equals `before` divided by the temperature, up to rounding."""
     if not after.is_floating_point():
         return False
     wide = sum_dtype(after.device)
     error = (after.to(wide) * temperature - before.to(wide)).abs().max()
-    # Rounding of a weight and of sums; in 16 bits a weight has two to three digits.
+    # Tolerance for rounded weights and sums; a weight in 16 bits has two to three digits.
     tolerance = max(1e-4, 8 * torch.finfo(after.dtype).eps)
     return bool(error <= tolerance * before.to(wide).abs().max())

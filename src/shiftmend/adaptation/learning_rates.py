@@ -1,4 +1,4 @@
-"""Several learning rates: one run with each, of which the verification slices choose."""
+"""Choice of a learning rate: one run with each, compared without labels by the verification slices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger.addFilter(of_first_process)
 
 
 def with_rate(settings: Settings, rate: float) -> Settings:
-    """Give the run with this learning rate its own checkpoint."""
+    """Return the settings with a separate checkpoint file for this learning rate."""
     if settings.checkpoint is None:
         return settings
     return replace(settings, checkpoint=f"{os.fspath(settings.checkpoint)}.rate-{rate!r}")
@@ -33,9 +33,9 @@ def best_rate(
     *,
     entropy_may_decide: bool = True,
 ) -> Adaptation:
-    """Run once for each learning rate and return the run whose kept epoch the verification slices prefer.
+    """Run once with each learning rate; return the run whose kept epoch is the best `Choice` without labels.
 
-    The untouched model is the same for all of them: what the first run finds of it is given to the others.
+    All runs start from the same model, so the verification of the untouched model is computed by the first run only.
     """
     chosen: Adaptation | None = None
     before: Verification | None = None
@@ -52,7 +52,7 @@ def best_rate(
             last_error = error
             continue
         stopped = result.interrupted
-        if not result.history:  # Interrupted before anything was seen of the model.
+        if not result.history:  # The run was interrupted before the untouched model was verified.
             chosen = chosen or result
             break
         kept = result.kept

@@ -1,4 +1,4 @@
-"""`Adaptation`: the result of adapting. An ordinary module, its history, its verification and its manifest."""
+"""`Adaptation`: the result of `adapt`, with the adapted model, its history, verification and manifest."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ CHANGES: dict[Change, str] = {
     "both": "the device and the class shares changed",
     "neither": "neither the device nor the class shares changed",
 }
-"""Answers to what changed since home, in words."""
+"""Descriptions of what changed since home."""
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """Estimates of the untouched model and of the returned one, on the target, without labels.
+    """Estimated scores of the untouched and of the returned model on the target, made without labels.
 
     Attributes:
-        before: Estimate of the model as it came.
+        before: Estimate of the untouched model.
         after: Estimate of the returned model.
     """
 
@@ -50,7 +50,7 @@ class Estimates:
     after: Estimate | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return both for a manifest."""
+        """Return both estimates as JSON for a manifest."""
         both = (("before", self.before), ("after", self.after))
         return {name: one.to_json() for name, one in both if one is not None}
 
@@ -61,10 +61,10 @@ class Candidate:
 
     Attributes:
         name: Name of the method; `source-only` is the untouched model.
-        estimate: Its estimated score; None if nothing was rehearsed, or it failed.
-        signals: Its label-free signals on the target.
-        seconds: Time that it took.
-        failure: Why it failed, if it did.
+        estimate: Estimated score; None if the profile was not rehearsed or the candidate failed.
+        signals: Label-free signals of the candidate on the target, by name.
+        seconds: Duration of the candidate's run, in seconds.
+        failure: Reason of the failure; None if the candidate did not fail.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Candidate:
     failure: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the candidate for a manifest."""
+        """Return the candidate as JSON for a manifest."""
         return {
             "name": self.name,
             "estimate": None if self.estimate is None else self.estimate.to_json(),
@@ -91,17 +91,17 @@ class Adaptation:
     Attributes:
         model: The adapted model, an ordinary `nn.Module` in eval mode.
         history: One row for the untouched model and one for each epoch.
-        manifest: The protocol: data, method, seed, versions, verification.
+        manifest: The protocol of the run as JSON: data, method, seed, versions, verification.
         before: Verification of the untouched model; None without a profile.
         after: Verification of the returned model.
-        selected: The epoch that a choice without labels keeps.
-        estimate: Estimated score before and after; None unless the profile was rehearsed, or `auto` chose.
-        candidates: What `auto` tried.
+        selected: Number of the best epoch, chosen without labels by the verification slices.
+        estimate: Estimated scores before and after; None unless the profile was rehearsed, or `auto` chose.
+        candidates: The candidates that `auto` tried.
         reason: Why `auto` chose this candidate, in words.
-        shares: Class shares at the target, by the returned model, if `auto` estimated them.
+        shares: Class shares at the target, estimated by `auto` with the returned model; None if not estimated.
         changed: What changed since home: `"device"`, `"patients"` (the class shares), `"both"` or `"neither"`; None if
-            that cannot be told.
-        harm: Signs that a named method did harm, in words; empty if nothing speaks of harm.
+            unknown.
+        harm: Warnings that a single method may have lowered the score, one sentence each; empty if there are none.
 
     Example:
         >>> import torch, shiftmend
@@ -127,7 +127,7 @@ class Adaptation:
 
     @property
     def kept(self) -> Epoch:
-        """Row of the history that `model` belongs to."""
+        """Row of the history of the epoch whose state `model` has."""
         return self.history[self.selected if self.manifest["kept"] == "selected" else -1]
 
     @property
@@ -138,12 +138,12 @@ class Adaptation:
     def save(self, folder: str | os.PathLike[str], *, sign: str | os.PathLike[str] | None = None) -> None:
         """Write `model.safetensors`, `history.json` and `manifest.json` into a folder.
 
-        All weights and buffers are stored, also those that the model's own `state_dict` leaves out. Extra state
+        All weights and buffers are stored, including buffers that the model's own `state_dict` leaves out. Extra state
         (`get_extra_state`) is stored only if it is a tensor; load such a model with `strict=False`. The manifest holds
-        the SHA-256 of all three files, and a signature of all of them if there is a key.
+        the SHA-256 of all three files, and a signature if a key is given.
 
         Args:
-            folder: Where to write. A folder that does not exist appears in one step.
+            folder: Folder to write into. A folder that does not exist is created atomically.
             sign: File of a private key to sign the result with; see `shiftmend key new`.
 
         Raises:
@@ -154,7 +154,7 @@ class Adaptation:
         tensors = full_state_dict(self.model)
         key = None if sign is None else signing.load_key(sign)
         rows = dumps([row.to_json() for row in self.history], "the history", indent=1) + "\n"
-        to_strict_json(self.manifest, "the manifest")  # Raises before anything is written.
+        to_strict_json(self.manifest, "the manifest")  # This check raises before anything is written.
         try:
             with writing_folder(home, FILES) as (weights, history, manifest):
                 save_tensors(weights, tensors)
@@ -163,9 +163,9 @@ class Adaptation:
                 sealed = {**sealing.blank_entries(key), "files": files, **self.manifest}
                 text = sealing.seal_json(dumps(sealed, "the manifest", indent=1) + "\n", key)
                 manifest.write_bytes(text.encode())
-        except OSError as error:  # The system names a temporary file at best.
+        except OSError as error:  # The error of the operating system may name a temporary file.
             reason = error.strerror or error
-            raise AdaptationError(f"{home} cannot be written into ({reason}); name another folder") from error
+            raise AdaptationError(f"Folder {home} cannot be written into ({reason}). Name another folder.") from error
 
     def __repr__(self) -> str:
         epochs = self.history[-1].epoch if self.history else 0
@@ -187,7 +187,7 @@ class Adaptation:
         return "\n".join(headline + lines)
 
     def _describe_estimate(self) -> list[str]:
-        """Return what was won, and what was done, for people."""
+        """Describe the estimated scores, the choice among candidates and what changed, one line each."""
         if self.estimate is None:
             return []
         before, after = self.estimate.before, self.estimate.after
@@ -207,13 +207,13 @@ class Adaptation:
 
 
 def name_rows(manifest: Mapping[str, Any]) -> Literal["epoch", "round"]:
-    """Return what a row of the history is: a round of steps if the run ended by itself, else an epoch."""
+    """Return what a row of the history stands for: a round of steps with `epochs="auto"`, else an epoch."""
     stages = manifest.get("stages") or ()
     return "round" if any(isinstance(stage, dict) and stage.get("settles") for stage in stages) else "epoch"
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Return the versions and the machine that a number was obtained with."""
+    """Return the versions of libraries, the device and the platform, for the manifest."""
     return {
         "shiftmend": __version__,
         "torch": torch.__version__,

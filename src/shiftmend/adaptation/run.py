@@ -1,4 +1,4 @@
-"""One run of one method: what `adapt` is given is checked, a copy of the model is trained, the manifest completed."""
+"""One run of one method: check the arguments of `adapt`, train a copy of the model, complete the manifest."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
 
 PRECISIONS = (torch.bfloat16, torch.float16)
-"""Types that autocast may run a network in."""
+"""Data types that autocast accepts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The keywords of `adapt`, checked."""
+    """Keyword arguments of `adapt`, validated."""
 
     batch_size: int | None
     seed: int
@@ -86,25 +86,27 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.keep is not None and self.keep not in [*get_args(Keep)]:
-            raise AdaptationError(f"keep must be 'last' or 'selected', got {brief(self.keep)}")
+            raise AdaptationError(f"Expected keep to be 'last' or 'selected', got {brief(self.keep)}.")
         if not is_whole(self.seed):
-            raise AdaptationError(f"the seed must be a whole number, got {brief(self.seed)}")
-        object.__setattr__(self, "seed", int(self.seed))  # Numbers of numpy do not fit into a manifest.
+            raise AdaptationError(f"Expected the seed to be a whole number, got {brief(self.seed)}.")
+        object.__setattr__(self, "seed", int(self.seed))  # NumPy numbers cannot be written as JSON.
         flags = ("resident", "capture", "compile")
         for name in flags if isinstance(self.autocast, torch.dtype) else ("autocast", *flags):
             given: Any = getattr(self, name)
             if not isinstance(given, bool | np.bool_):  # The text "False" would count as true.
-                raise AdaptationError(f"{name} must be True or False, got {brief(given)}")
+                raise AdaptationError(f"Expected {name} to be True or False, got {brief(given)}.")
             object.__setattr__(self, name, bool(given))
         if isinstance(self.autocast, torch.dtype) and self.autocast not in PRECISIONS:
-            raise AdaptationError(f"autocast must be True, False, bfloat16 or float16, got {self.autocast}")
+            raise AdaptationError(
+                f"Expected autocast to be True, False, torch.bfloat16 or torch.float16, got {self.autocast}."
+            )
         check_function(self.on_epoch, "on_epoch", "model, row")
         if self.checkpoint is not None:
             as_path(self.checkpoint, "checkpoint", AdaptationError)
 
     @property
     def precision(self) -> torch.dtype | None:
-        """Type that the network runs in; None is that of its weights."""
+        """Data type of autocast; None runs the network without autocast."""
         if isinstance(self.autocast, torch.dtype):
             return self.autocast
         return torch.bfloat16 if self.autocast else None
@@ -112,17 +114,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its profile and data, read and checked once, however many runs follow."""
+    """A validated model, profile and feed, shared by all runs of one call."""
 
     model: nn.Module
     profile: Profile | None
     feed: Feed
     wait_for_digest: Callable[[], str | None]
-    """Returns the fingerprint of the target's inputs, None of a stream; it is computed in the background."""
+    """Function that returns the fingerprint of the target inputs, or None for streamed data."""
 
     @functools.cached_property
     def summary(self) -> Summary:
-        """Summary of the target's inputs; its first use warns if they differ from the source's."""
+        """Summary of the target inputs. Its first use logs a warning if they differ from the source's."""
         found = fingerprints.summarise(self.feed.batches(self.feed.inference_batch_size))
         if self.profile is not None:
             self.profile.check_inputs(found)
@@ -137,23 +139,24 @@ def prepare(
     settings: Settings,
     fits: bool | None = None,
 ) -> Task:
-    """Read and check what an adaptation is given; nothing is read for a method that cannot be run.
+    """Validate model, data and profile for an adaptation. No data are read if the method cannot run.
 
-    `fits` says whether an earlier process, whose run is resumed, found room for what a loader gives. Kept data is
-    stepped through in another order than a stream, so memory that is free now must not decide again.
+    `fits` says whether the data of a loader fitted into memory in the run that is resumed; None for a new run. Resident
+    data are visited in another order than streamed data, so a resumed run must not decide anew by the memory that is
+    free now.
     """
     warn_without_process_group()
     describe_method(method)
     if world_size() > 1 and not method.several_processes:
         able = ", ".join(name for name, kind in METHODS.items() if kind.several_processes)
         raise AdaptationError(
-            f"{method.name} works in one process only, and these are {world_size()}: its loss needs the whole of a "
-            f"batch; use one process, or one of {able}"
+            f"Expected one process for {method.name}, whose loss needs whole batches, got {world_size()}. Use one "
+            f"process, or one of {able}."
         )
     model = unwrap(model, trained=True)
     profile = check_profile(profile, model, method)
     place = resolve_device(settings.device, model)
-    # Twice the limit is still less than what is free.
+    # Twice the limit is still less than the free memory.
     limit = None if fits is None else 2 * max_resident_bytes(place) if fits else 0
     feed = Feed(
         target,
@@ -172,21 +175,26 @@ def prepare(
 
 
 def check_profile(profile: Profile | str | os.PathLike[str] | None, model: nn.Module, method: Method) -> Profile | None:
-    """Return the profile, read if a file is named; raise if it does not fit the model, or the method lacks one."""
+    """Load the profile if a path is given; raise if it does not fit the model, or the method lacks one."""
     profile = None if profile is None else as_profile(profile)
     if profile is None and method.needs_profile:
-        raise AdaptationError(f"method {method.name!r} needs a profile of the source: make one with shiftmend.profile")
+        raise AdaptationError(
+            f"Expected a profile of the source, which {method.name!r} needs, got none. Make one with shiftmend.profile."
+        )
     if profile is not None:
         missing = [name for name in read_taps(method, profile) if name not in profile.taps]
         if missing:
-            raise AdaptationError(f"the profile has no tap {missing[0]!r}; it has {', '.join(profile.taps)}")
+            raise AdaptationError(
+                f"Expected a profile with the tap {missing[0]!r}, got one with {', '.join(profile.taps)}. Profile the "
+                "source again with this tap."
+            )
         profile.check_architecture(model)
         profile.check_weights(model)
     return profile
 
 
 def check_compile(settings: Settings, task: Task, method: Method) -> Settings:
-    """Switch `compile` off, with a warning, where it has no effect."""
+    """Turn `compile` off, with a warning, where it has no effect."""
     if not (settings.compile and method.trains):
         return replace(settings, compile=False)
     reason = ""
@@ -206,14 +214,14 @@ def _on_cuda(feed: Feed) -> bool:
 def run_method(task: Task, method: Method, settings: Settings, before: Verification | None = None) -> Adaptation:
     """Adapt a fresh copy of the model once.
 
-    `before` is what another run has found of the same model on the same data.
+    `before` is the verification of the untouched model, if an earlier run on the same data computed it.
     """
     adapted = copy_model(task.model).to(task.feed.device)
     specs = task.profile.specs if task.profile else None
     found: Trace | None = None
 
     def probe() -> None:
-        """Run the model once: what shows that the model takes the inputs shows its taps and blocks, too."""
+        """Run the model once, to check that it accepts the inputs and to find its taps and blocks."""
         nonlocal found
         samples = task.feed.examples(2)
         if method.trains:
@@ -229,8 +237,8 @@ def run_method(task: Task, method: Method, settings: Settings, before: Verificat
 
     with isolate_rng(task.feed.device, probe) as draws:
         try:
-            summary = task.summary  # Not earlier: inputs that the model refuses need no other remark.
-            # A model that draws random numbers does not return the same twice.
+            summary = task.summary  # After the probe: no warning if the model refuses them.
+            # A model that draws random numbers returns another output each time, so the traced one is no reference.
             returned = None if found is None or draws else found.returned
             channels_last(adapted, task.feed.first(2), settings.output, returned)
             network, taps = _divide(adapted, found, task.profile, method, settings.blocks)
@@ -261,7 +269,7 @@ def _train(
     if few and any(stage.settles for stage in stages):
         feed.resize(feed.samples)
     if feed.may_resize and stages:
-        # Memory that is free now must not decide again for a run that is resumed.
+        # A resumed run keeps its batch size, whatever memory is free now.
         if (stored := checkpoints.stored_batch_size(settings.checkpoint)) is not None:
             feed.resize(stored)
         else:
@@ -308,7 +316,7 @@ def _train(
                 before = _verify_before(trainer, profile, settings.output)
             trainer.fit()
         except KeyboardInterrupt:
-            if world_size() > 1:  # The others may be elsewhere: nothing can be asked of them any more.
+            if world_size() > 1:  # The other processes may be elsewhere: call no collective.
                 raise
             trainer.restore()
             status = "interrupted"
@@ -325,7 +333,7 @@ def _verify_before(trainer: Trainer, profile: Profile | None, output: Entry) -> 
         return None
     trainer.show_pass("verification before")
     if trainer.signals.sees_all and not trainer.history:
-        # The first row of the history takes the same look at the same model.
+        # The first row of the history verifies the same model on the same data.
         before = trainer.signals.look_ahead().verification
     else:
         before = observe(trainer.model, trainer.feed, profile, output).verification
@@ -355,7 +363,7 @@ def _finish(
         if trainer.profile is not None and (kept > 0 or after is None):
             found = observe(model, trainer.feed, trainer.profile, settings.output).verification
             after = None if found is None else replace(found, adapted=kept > 0)
-    except KeyboardInterrupt:  # The work is done; only its judgement is missing.
+    except KeyboardInterrupt:  # Training is complete, and an interrupt here only loses the verification.
         if world_size() > 1:
             raise
         after = None
@@ -377,7 +385,7 @@ def _finish(
             name: value.to_json() for name, value in (("before", before), ("after", after)) if value is not None
         },
         "adapted_weights": adapted,
-        **({"compile": trainer.compile} if settings.compile else {}),  # Asked for, and it may not have worked.
+        **({"compile": trainer.compile} if settings.compile else {}),  # Compiling may have failed.
     }
     return Adaptation(model, trainer.history, manifest, before, after, selected)
 
@@ -390,7 +398,7 @@ def _begin_manifest(
     stages: list[Stage],
     summary: Summary,
 ) -> dict[str, Any]:
-    """Return the part of the manifest that is known before training."""
+    """Build the part of the manifest that is known before training."""
     feed, profile = task.feed, task.profile
     reduced = settings.autocast if isinstance(settings.autocast, bool) else str(settings.precision)
     return {
@@ -414,13 +422,13 @@ def _begin_manifest(
 
 
 def _describe_stage(stage: Stage) -> dict[str, Any]:
-    """Return a stage for the manifest; `settles` only where it does."""
+    """Describe a stage for the manifest; `settles` is listed only if it is true."""
     facts = {name: value for name, value in asdict(stage).items() if name not in ("parameters", "settles", "searches")}
     return facts | ({"settles": True} if stage.settles else {})
 
 
 def _identify(manifest: dict[str, Any], stages: list[Stage], feed: Feed) -> str:
-    """Return a name for everything that decides how a run goes, by which a checkpoint knows its run."""
+    """Hash everything that determines a run, so that a checkpoint can be matched to its run."""
     facts = {key: value for key, value in manifest.items() if key != "environment"}
     facts |= {"trained": [stage.parameters for stage in stages], "seen": fingerprints.digest(feed.first(64))}
     return checkpoints.identify(facts)
@@ -433,35 +441,38 @@ def _rate_origin(method: Method) -> str | None:
 
 
 def _refuse_unfit(method: Method, feed: Feed, normalises: bool, profile: Profile | None) -> None:
-    """Raise if a method cannot work with this data, before anything is trained; `normalises`: BatchNorm is moved."""
+    """Raise if a method cannot work with this data. `normalises` says that the method updates BatchNorm statistics."""
     size = feed.epoch_batch_size or min(feed.batch_size, feed.samples)
     smallest = method.smallest_batch(profile)
     if smallest > 2 and size < smallest:
-        raise AdaptationError(f"batches of {size} are too small for {method.name}; it needs at least {smallest}")
+        raise AdaptationError(
+            f"Expected batches of at least {smallest} samples for {method.name}, got {size}. Use a larger batch_size."
+        )
     if size < max(2 if normalises else 1, smallest):
-        one = "one target sample is" if feed.samples < 2 else "a batch size of one is"
-        purpose = "adapt BatchNorm with" if normalises else f"be a distribution that {method.name} can learn from"
-        raise AdaptationError(f"{one} too few to {purpose}; use at least two, better 256")
+        purpose = "BatchNorm" if normalises else method.name
+        given = "one target sample" if feed.samples < 2 else "a batch size of one"
+        raise AdaptationError(f"Expected at least two samples a batch for {purpose}, got {given}. Use 256 or more.")
     if size < world_size():
         raise AdaptationError(
-            f"batches of {size} cannot be shared by {world_size()} processes, each of "
-            "which needs at least one sample; use larger batches or fewer processes"
+            f"Expected at least one sample for each of {world_size()} processes, got batches of {size}. Use larger "
+            "batches or fewer processes."
         )
     if method.by_sample and not feed.resident:
         raise AdaptationError(
-            f"{method.name} must know which sample is which, and streamed data does not say; pass a tensor, or data "
-            "of one size that fits into memory"
+            f"Expected data that fits into memory, since {method.name} keeps a label for each sample, got a stream. "
+            "Pass a tensor or smaller data."
         )
     if method.takes_labels and not feed.keeps_order:
         raise AdaptationError(
-            f"{method.name} takes labels in the order of the samples, and this loader shuffles them; use shuffle=False"
+            f"Expected samples in the order of their labels for {method.name}, got a loader that shuffles. Use "
+            "shuffle=False."
         )
 
 
 def examine(
     model: nn.Module, sample: Inputs, profile: Profile | None, method: Method, blocks: BlockNames | None, output: Entry
 ) -> tuple[Network, dict[str, Tap]]:
-    """Find blocks and taps of a model, if the method trains something; other methods take any model."""
+    """Find blocks and taps of a model. A method that trains nothing needs neither and accepts any model."""
     if not method.trains:
         return Network(model, ()), {}
     found = trace(model, sample, taps=profile.specs if profile else None, output=output)
@@ -471,12 +482,14 @@ def examine(
 def _divide(
     model: nn.Module, found: Trace | None, profile: Profile | None, method: Method, blocks: BlockNames | None
 ) -> tuple[Network, dict[str, Tap]]:
-    """Divide a traced model into blocks and find the taps that a method reads; without a trace there are none."""
+    """Divide a traced model into blocks and find the taps that a method reads; return neither without a trace."""
     if found is None:
         return Network(model, ()), {}
     names = read_taps(method, profile)
     missing = [name for name in names if name not in found.taps]
     if missing:
-        raise AdaptationError(f"there is no tap {missing[0]!r} without a profile, only {', '.join(found.taps)}")
+        raise AdaptationError(
+            f"Expected one of the taps {', '.join(found.taps)}, got {missing[0]!r}. Pass a profile with that tap."
+        )
     network = Network(model, split_blocks(model, found, blocks), found.taps, found.head)
     return network, {name: found.taps[name] for name in names}

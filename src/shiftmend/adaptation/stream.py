@@ -1,4 +1,4 @@
-"""`stream`: the same methods on a stream of batches. Each batch is predicted, then learnt from."""
+"""`stream`: online adaptation. Each batch is predicted first, and then used for one update."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Seen:
-    """One batch of the window: what a model made of it, as logits `[M, units]` and counts."""
+    """Logits `[M, units]` and histogram counts of one batch in the window."""
 
     tally: Tally
     logits: Tensor
@@ -73,12 +73,12 @@ class _Seen:
 
     @staticmethod
     def join(batches: Sequence[_Seen], home: Profile) -> Reading:
-        """Return the reading of several batches together."""
+        """Compute the signals of several batches together."""
         tally = Tally(home)
         for batch in batches:
             tally.add(batch.tally)
         logits = torch.cat([batch.logits for batch in batches])
-        # Some accelerators have no float64, which thresholds and eigenvalues need.
+        # Signals need float64, which some accelerators lack.
         logits = logits if logits.device.type in ("cpu", "cuda") else logits.cpu()
         return summarise(tally, logits, home.rehearsal)
 
@@ -86,20 +86,20 @@ class _Seen:
 class Stream:
     """An online adapter, made by `shiftmend.stream`.
 
-    `step(batch)` returns the model's output for the batch and then updates the model with the batch, once. The output
-    is computed before the update, with BatchNorm on the statistics of the batch, as in the paper's online experiments.
-    The caller's model is not touched; `snapshot()` returns a plain copy of the adapted one at any time. Threads may
-    share a stream and wait for one another.
+    `step(batch)` returns the model's output for the batch, and then updates the model once with the same batch. The
+    output is computed before the update, with BatchNorm on the statistics of the batch, as in the paper's online
+    experiments. The caller's model is not changed. `snapshot()` returns a plain copy of the adapted model at any time.
+    A stream is thread-safe: concurrent steps run one after the other.
 
-    A batch is predicted and not learnt from if the classes in the latest batches are not those of home, or not those of
-    the batches before, as in a stream that is sorted by class. BatchNorm then uses what was learnt so far. A warning
-    says so once.
+    Updates pause while the predicted classes of the latest batches differ strongly from those of home or of earlier
+    batches, as in a stream that is sorted by class. During a pause, batches are predicted with the BatchNorm statistics
+    that were learnt before. The first pause logs a warning.
 
     Attributes:
-        steps: Batches so far.
-        losses: Terms of the loss in the last update.
-        paused: Batches that were not learnt from because of their classes.
-        warnings: What was warned of, each once.
+        steps: Number of batches so far.
+        losses: Terms of the loss in the last update, by name.
+        paused: Number of batches without an update because of their classes.
+        warnings: All warnings so far, each once.
 
     Example:
         >>> import torch, shiftmend
@@ -138,13 +138,13 @@ class Stream:
         self._what = ""
         self._taps: dict[str, Tap] | None = None
         self._read_by_loss: tuple[str, ...] = ()
-        """Taps that the loss may read; the others are for verification."""
+        """Taps that the loss reads; the others are used for verification only."""
         self._home = profile.to(device) if profile is not None else None
         self._judge: Slices | None = self._home.slices["verification"] if self._home is not None else None
         self._seen: deque[tuple[CountTracker, int]] = deque(maxlen=window)
         self._counted = 0
         self._watch: ClassWatch | None = None
-        alone = world_size() == 1  # Counts of other processes, which have streams of their own, must not be joined.
+        alone = world_size() == 1  # Each process has a stream of its own, so counts are not summed over processes.
         if profile is not None and guard and alone and method.adapts and _tells_classes(profile):
             self._watch = ClassWatch(profile, window)
         rehearsed = profile is not None and profile.rehearsal is not None
@@ -163,16 +163,16 @@ class Stream:
     @torch.inference_mode(False)
     @nothing_cached()
     def step(self, batch: Any) -> Tensor:
-        """Predict a batch, then learn from it.
+        """Predict a batch, then update the model with it.
 
         Args:
-            batch: Inputs, or (inputs, anything).
+            batch: Inputs `[N, ...]`, or a tuple `(inputs, ...)`, of which only the inputs are used.
 
         Returns:
-            The model's output, from before the update.
+            The model's output for the batch, computed before the update.
 
         Raises:
-            DataError: If the batch cannot be used. Nothing is changed then.
+            DataError: If the batch cannot be used. The model is unchanged in that case.
         """
         with self._lock:
             return self._step(batch)
@@ -182,8 +182,8 @@ class Stream:
         home = None if self.profile is None else self.profile.inputs
         if isinstance(inputs, Tensor) and isinstance(home, InputSummary) and home.has_shape(inputs.shape):
             raise DataError(
-                f"the batch has the shape {list(inputs.shape)} of a single sample; give a batch of one: "
-                "inputs.unsqueeze(0)"
+                f"Expected a batch, got {list(inputs.shape)}, the shape of one sample. Pass a batch of one: "
+                "inputs.unsqueeze(0)."
             )
         if self._taps is None:
             self._prepare(inputs)
@@ -200,7 +200,7 @@ class Stream:
         trains = adapts and self._optimiser is not None
         good, moved = True, False
         losses: dict[str, float] = {}
-        # A new tensor that a layer puts in the place of a buffer would hang on the graph of this step.
+        # A layer that replaces a buffer by a new tensor would keep the autograd graph of this step alive.
         bring_back = keep_buffers_in_place(self._model)
         try:
             with (
@@ -220,7 +220,7 @@ class Stream:
                 good = bool(losses) == trains and is_finite(self._model, before)
             if self._judge is not None and good:
                 self._count({name: activations[name].detach() for name in VERIFIED}, len(inputs), untouched)
-        except BaseException as error:  # By now BatchNorm has moved, whoever refused the batch.
+        except BaseException as error:  # The forward pass has already updated BatchNorm, so its state is restored.
             bring_back()
             self._take_back(before, moved)
             if isinstance(error, Exception) and not isinstance(error, ShiftmendError):
@@ -238,29 +238,29 @@ class Stream:
         return result.detach()
 
     def _inputs(self, batch: Any) -> Inputs:
-        """Return the inputs of a batch, checked and moved to the device as data for `adapt` is."""
+        """Validate the inputs of a batch and move them to the device, as `adapt` does."""
         if isinstance(batch, tuple | list) and batch:
             if isinstance(batch[0], tuple | list | Mapping) and not is_inputs_and_labels(batch):
                 raise DataError(
-                    f"step takes one batch, got {kind(batch)} that begins with {kind(batch[0])}; expected inputs, or "
-                    "(inputs, anything): give several batches one after the other"
+                    f"Expected one batch, inputs or (inputs, ...), got {kind(batch)} that begins with "
+                    f"{kind(batch[0])}. Pass several batches one after the other."
                 )
             batch = (batch[0], None)
         if isinstance(batch, Dataset | DataLoader):
-            raise DataError(f"step takes one batch, got {kind(batch)}; go through it, e.g. for batch in loader")
+            raise DataError(f"Expected one batch, got {kind(batch)}. Call step for each of its batches.")
         feed = Feed(
             batch,
             batch_size=1 << 30,
             device=self.device,
             preprocess=self.preprocess,
-            limit=1 << 62,  # Asking how much memory is free would take as long as a small step.
+            limit=1 << 62,  # Querying the free memory would take as long as a small step.
             columns=() if self.profile is None else self.profile.inputs.columns,
             what="batch",
         )
         return next(feed.batches())
 
     def _prepare(self, inputs: Inputs) -> None:
-        """Find taps and trained parameters with the first batch."""
+        """Find taps and trained parameters by running the first batch."""
         # A copy of the inputs, since the model may work in place.
         check_model(self._model, [inputs[:2].clone()], output=self.output, original=self._source)
         if self.profile is not None:
@@ -269,8 +269,8 @@ class Stream:
         stages = plan_stages(self.method, network, self.profile)
         if len(stages) > 1:
             raise AdaptationError(
-                f"{self.method.name} has {len(stages)} stages, and a stream never comes to the second; use "
-                "shiftmend.adapt, or give it a single stage"
+                f"Expected a method of one stage for a stream, got {self.method.name} with {len(stages)}. Use "
+                "shiftmend.adapt, or a single stage."
             )
         check_objective(self._objective, self.method, stages)
         if stages:
@@ -283,7 +283,7 @@ class Stream:
         self._taps = taps
 
     def _look(self, inputs: Inputs) -> _Seen | None:
-        """Show the batch to the untouched model, which classes are told and estimates are made by."""
+        """Run the untouched model on the batch. Its predictions tell the classes and are the basis of estimates."""
         if self._untouched is None or self._home is None:
             return None
         taps = {name: self._home.specs[name] for name in VERIFIED}
@@ -298,7 +298,7 @@ class Stream:
             raise
 
     def _are_enough(self, samples: int) -> bool:
-        """Return whether there are samples enough to learn from; warn if not."""
+        """Return whether a batch has enough samples for an update; warn if it has not."""
         smallest = max(2 if find_batch_norms(self._model) else 1, self.method.smallest_batch(self.profile))
         if samples >= smallest:
             return True
@@ -307,20 +307,20 @@ class Stream:
         return False
 
     def _find_doubt(self, untouched: _Seen | None) -> Doubt | None:
-        """Return why a batch should not be learnt from."""
+        """Return the reason why a batch should not be used for an update; None if it should."""
         if self._watch is None or untouched is None:
             return None
         return self._watch.judge(_glimpse(untouched))
 
     def _start_anew(self) -> None:
-        """Forget everything that was learnt."""
+        """Reset the model and the optimiser to their initial state."""
         if self._has_learnt and self._untouched is not None:
             self._take_back(snapshot(self._untouched), True)
             self._has_learnt = False
             self._warn("forgot", "what was learnt so far came from few classes and was taken back")
 
     def _pause(self, doubt: Doubt) -> None:
-        """Count a batch that was not learnt from."""
+        """Count a batch without an update, and warn once for each kind of doubt."""
         self.paused += 1
         self._warn(
             doubt.reason,
@@ -329,14 +329,14 @@ class Stream:
         )
 
     def _warn(self, kind_of_warning: str, sentence: str) -> None:
-        """Log a sentence, and keep it; once for each kind of warning."""
+        """Log and store a warning, once for each kind."""
         if kind_of_warning not in self._warned_of:
             self._warned_of.add(kind_of_warning)
             self.warnings.append(sentence)
             logger.warning("%s", sentence)
 
     def _differentiate(self, activations: dict[str, Tensor]) -> dict[str, float]:
-        """Compute gradients and return the terms of the loss; do neither if the loss is not finite."""
+        """Compute gradients, unless the loss is not finite; return the terms of the loss."""
         assert self._objective is not None
         assert self._optimiser is not None
         seen = {name: activations[name] for name in self._read_by_loss}
@@ -349,18 +349,18 @@ class Stream:
         return losses
 
     def _take_back(self, before: dict[str, Tensor], momentum: bool) -> None:
-        """Restore the model, and forget optimiser state that may come from the step that went wrong."""
+        """Restore the model, and drop optimiser state that the failed step may have written."""
         restore(self._model, before)
         self._model.eval()
         if momentum and self._optimiser is not None:
             self._optimiser.state.clear()
 
     def _count(self, activations: Mapping[str, Tensor], inputs: int, untouched: _Seen | None) -> None:
-        """Take a batch into the window: as it was predicted, and as the untouched model sees it."""
+        """Add a batch to the window: the outputs that were returned, and those of the untouched model."""
         assert self._judge is not None
         assert self._home is not None
         if not self._compares:
-            # The slices alone: counting every feature of every batch as well would slow a stream down.
+            # Only slices are counted, because histograms of all features would slow a stream down.
             features = activations["features"]
             counter = self._judge.histogram.new_tracker()
             rows = sample_positions(features, inputs, self._counted)
@@ -377,7 +377,7 @@ class Stream:
 
     @property
     def verification(self) -> Verification | None:
-        """Label-free verdict over the last batches, as they were predicted; None without a profile or a batch.
+        """Label-free verdict over the outputs of the last batches; None without a profile or a batch.
 
         The verdict rests on the slices alone.
         """
@@ -392,7 +392,7 @@ class Stream:
         return judge(float(every.divergence(home)), None, sum(inputs for _, inputs in seen), self.profile)
 
     def _read_window(self) -> tuple[Reading, Reading] | None:
-        """Return readings of the untouched and of the adapted model over the window, as batches were predicted."""
+        """Return the signals of the untouched and of the adapted model over the outputs in the window."""
         with self._lock:
             window = list(self._window)
         if not window or self._home is None:
@@ -402,11 +402,11 @@ class Stream:
 
     @property
     def estimate(self) -> Estimates | None:
-        """Estimated scores over the last batches: of the untouched model, and of the answers that were given.
+        """Estimated scores over the last batches, of the untouched model and of the returned predictions.
 
-        None without a rehearsal or a batch. What a method does on a stream was not rehearsed, so no map is valid for
-        the answers that it gave. They are told only as far as they agree with those of the untouched model: both
-        scores differ by no more than the share of answers that differ.
+        None without a rehearsal or a batch. Rehearsals do not cover online adaptation, so the score of the returned
+        predictions is bounded indirectly: it differs from the untouched model's by at most the share of samples on
+        which both models disagree.
         """
         record = None if self.profile is None else self.profile.rehearsal
         readings = self._read_window()
@@ -431,7 +431,7 @@ class Stream:
 
     @property
     def harm(self) -> list[str]:
-        """Signs over the last batches that adapting did harm, in words; empty if nothing speaks of harm."""
+        """Warnings, from the last batches, that adapting may have lowered the score; empty if there are none."""
         readings = self._read_window()
         if readings is None or self.profile is None or not self._has_learnt:
             return []
@@ -439,7 +439,7 @@ class Stream:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The protocol so far: method, steps, pauses, warnings, and what the last batches tell."""
+        """The protocol so far: method, steps, pauses, warnings, and verification and estimate of the last batches."""
         with self._lock:
             judged, estimate = self.verification, self.estimate
             return {
@@ -456,7 +456,7 @@ class Stream:
 
     @property
     def _name(self) -> str:
-        """Name by which `verify` finds a map: none that was rehearsed, unless nothing was learnt."""
+        """Method name under which `verify` looks up an estimate's map. No map fits after the first update."""
         return f"{self.method.name} on a stream" if self._has_learnt or not self._is_of_home else UNTOUCHED
 
     @property
@@ -466,9 +466,10 @@ class Stream:
 
     @torch.inference_mode(False)
     def snapshot(self) -> nn.Module:
-        """Return a plain copy of the model as it is now, in eval mode and on the device of the caller's model.
+        """Return a copy of the current model, in eval mode and on the device of the caller's model.
 
-        Its attribute `shiftmend_adaptation` holds the manifest. A warning is logged if the last batches speak of harm.
+        Its attribute `shiftmend_adaptation` holds the manifest. A warning is logged if the last batches show signs of
+        harm.
         """
         with self._lock:
             if harm := self.harm:
@@ -480,7 +481,7 @@ class Stream:
 
 
 def _tells_classes(profile: Profile) -> bool:
-    """Return whether the model is known to answer with classes."""
+    """Return whether the profile says that the model is a classifier."""
     if profile.rehearsal is not None:
         return profile.rehearsal.task == "classes"
     return find_answers(profile) is not None
@@ -506,20 +507,21 @@ def stream(
     """Make an online adapter for a stream of batches.
 
     Args:
-        model: Any `nn.Module`. It is not touched.
-        profile: The source's profile, or the name of its file. A softer temperature learns quicker on a stream (the
-            paper uses 0.05: `profile(..., bins=Bins(temperature=0.05))`).
-        method: Name, class or instance of a method that can learn from a stream.
-        preprocess: Called with each batch on the device, before the model.
+        model: Any `nn.Module`. It is not changed.
+        profile: The source's profile, or the path of its file. Softer bins learn faster on a stream; the paper uses
+            `profile(..., bins=Bins(temperature=0.05))`.
+        method: Name, class or instance of a method that supports streams.
+        preprocess: Function that is applied to each batch of inputs on the device, before the model.
         output: Entry of a tuple or dict that is the model's output.
-        device: Where to compute.
-        window: Batches behind `Stream.verification` and `Stream.estimate`.
-        guard: Whether learning pauses on batches whose classes are not those of home or of earlier batches. That takes
-            a forward pass of the untouched model for each batch, and a profile of a model that answers with classes.
-        **options: Hyper-parameters of the method. Learning rates for one pass differ from those for many.
+        device: Device to compute on.
+        window: Number of latest batches that `Stream.verification` and `Stream.estimate` use.
+        guard: Whether updates pause if predicted classes differ strongly from those of home or of earlier batches. This
+            costs one forward pass of the untouched model per batch, and needs the profile of a classifier.
+        **options: Hyper-parameters of the method. The best learning rate for a stream differs from that for many
+            epochs.
 
     Returns:
-        A `Stream`, whose `step` predicts a batch and learns from it.
+        A `Stream`, whose `step` predicts a batch and then updates the model with it.
 
     Raises:
         ShiftmendError: If the model, the profile or an option cannot be used.
@@ -537,14 +539,16 @@ def stream(
     describe_method(chosen)
     if not chosen.online or chosen.by_sample:
         able = ", ".join(name for name, kind in METHODS.items() if kind.online)
-        raise AdaptationError(f"{chosen.name} needs the whole of the data, which a stream never is; use one of {able}")
+        raise AdaptationError(
+            f"Expected a method that works on a stream, got {chosen.name}, which needs all data. Use one of {able}."
+        )
     for name in ("epochs", "passes"):
         if name in options:
-            raise AdaptationError(f"{name} has no effect on a stream, each batch of which is seen once; leave it out")
+            raise AdaptationError(f"Expected no {name} for a stream, which sees each batch once. Leave it out.")
     if not is_whole(window) or window < 1:
-        raise DataError(f"the window must be a whole number of batches, at least 1, got {brief(window)}")
+        raise DataError(f"Expected window to be a whole number of batches, at least 1, got {brief(window)}.")
     if not isinstance(guard, bool):
-        raise DataError(f"guard must be True or False, got {brief(guard)}")
+        raise DataError(f"Expected guard to be True or False, got {brief(guard)}.")
     check_function(preprocess, "preprocess", "inputs")
     model = unwrap(model, trained=True)
     profile = check_profile(profile, model, chosen)

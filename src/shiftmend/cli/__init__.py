@@ -1,4 +1,4 @@
-"""The command line: parse, call the library, print. Errors are one sentence and exit code 2."""
+"""The command line: parse, call the library, print. An error is one sentence and exit code 2."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# typer exports no name for the base class of its errors about wrong options, arguments and commands.
+# typer does not export the base class of its errors about options, arguments and commands.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 
@@ -72,12 +72,12 @@ def main(arguments: list[str] | None = None) -> None:
     console = open_console(stderr=True, soft_wrap=True)
     _show_warnings(console)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # Names of files may hold bytes that are no text.
+        # File names may contain bytes that are not valid text.
         sys.stdout.reconfigure(errors="surrogateescape")
     try:
         code = app(args=arguments, prog_name="shiftmend", standalone_mode=False)
     except ShiftmendError as error:
-        # Other errors may hold names of files, which must stay as they are.
+        # Other errors may contain file names, which must stay unchanged.
         said = _translate_arguments(str(error)) if isinstance(error, TapError) else str(error)
         console.print(f"error: {said}")
         code = 2
@@ -100,13 +100,13 @@ def main(arguments: list[str] | None = None) -> None:
         console.print(f"error: {message} (see `{command} --help`)")
         code = 2
     if code == 130:
-        # Ctrl-C, which typer may have turned into an exit code.
+        # Ctrl-C, which typer may have converted to an exit code.
         console.print("interrupted")
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _translate_arguments(sentence: str) -> str:
-    """Replace arguments of Python, e.g. output='logits', by the options of the command line."""
+    """Replace Python arguments in a message, e.g. output='logits', by the options of the command line."""
     names = {"output": "--output-entry", "head": "--head"}
 
     def option(found: re.Match[str]) -> str:
@@ -116,7 +116,7 @@ def _translate_arguments(sentence: str) -> str:
 
 
 def _show_warnings(console: Any) -> None:
-    """Print the library's warnings as one line each."""
+    """Print each warning of the library as one line."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 def demo(
-    folder: Annotated[Path, typer.Option("--out", "-o", help="Where to write the results.")] = Path("demo"),
-    seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
+    folder: Annotated[Path, typer.Option("--out", "-o", help="Folder to write the results to.")] = Path("demo"),
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
     as_json: opt.Json = False,
 ) -> None:
     """Train and rehearse a small digit reader, mend it for four devices, and compare estimated with true accuracy.
@@ -60,7 +60,7 @@ def blocks(
     allow_pickle: opt.Pickle = False,
     as_json: opt.Json = False,
 ) -> None:
-    """Show the bottom-up blocks a model is split into."""
+    """Show the blocks that BUFR unfreezes one after the other."""
     import torch
 
     from shiftmend.cli.loading import load_model
@@ -73,7 +73,7 @@ def blocks(
         sample = torch.zeros(2, *sides)
     except (ValueError, TypeError, RuntimeError) as error:
         raise DataError(
-            f"--shape {shape!r} should be whole numbers with commas, e.g. 3,32,32, that fit into memory"
+            f"Expected --shape to be whole numbers with commas that fit into memory, e.g. 3,32,32, got {shape!r}."
         ) from error
     found = split_blocks(net, trace(net, sample, head=head, output=entry(output_entry)), block_names(block))
     parameters = dict(net.named_parameters())
@@ -115,17 +115,20 @@ def adapt(
     option: Annotated[
         list[str] | None,
         typer.Option(
-            help="name=value for the named method; repeatable. Of learning_rate=0.01,0.1 the better is chosen."
+            help="name=value for the named method; repeatable. With learning_rate=0.01,0.1 the better is chosen."
         ),
     ] = None,
     keep: Annotated[
         str | None,
-        typer.Option(help="Which epoch: last, or selected by the verification slices. By default as fits the method."),
+        typer.Option(
+            help="Epoch to keep: last, or selected by the verification slices. The default depends on the method."
+        ),
     ] = None,
     calibrate: Annotated[
         bool,
         typer.Option(
-            "--calibrate/--no-calibrate", help="Set the mean confidence to the estimated accuracy; answers stay."
+            "--calibrate/--no-calibrate",
+            help="Set the mean confidence to the estimated accuracy; predictions do not change.",
         ),
     ] = True,
     block: opt.Blocks = None,
@@ -142,21 +145,23 @@ def adapt(
     mean: opt.Mean = "0.5",
     std: opt.Deviation = "0.5",
     batch_size: opt.MaybeBatch = None,
-    seed: Annotated[int, typer.Option(help="Order of the batches, and whatever else is random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the order of batches and of all other random numbers.")] = 0,
     device: opt.Device = "auto",
     autocast: Annotated[bool, typer.Option(help="Run the network in bfloat16.")] = False,
-    compile: Annotated[bool, typer.Option(help="On a GPU, compile the steps: pays for long runs.")] = False,
-    checkpoint: Annotated[Path | None, typer.Option(help="Save here after each epoch; go on if it exists.")] = None,
+    compile: Annotated[bool, typer.Option(help="On a GPU, compile the steps; worthwhile for long runs.")] = False,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Checkpoint file, written after each epoch; a killed run resumes from it.")
+    ] = None,
     allow_pickle: opt.Pickle = False,
     ignore_label: opt.Ignore = None,
     sign: opt.Sign = None,
     trust: opt.Trust = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Mend the model at the new site with the profile, from unlabelled data alone; say what was won.
+    """Adapt the model to a new site from unlabelled data and a profile, and estimate the gain.
 
-    By default several methods are tried, and the model that is estimated best is kept, perhaps the untouched one. Only
-    the method target-supervised uses labels. If there are labels, they score the model afterwards.
+    By default, several methods are tried, and the model with the best estimate is kept, perhaps the untouched one. Only
+    the method target-supervised uses labels. If there are labels, they are used to score the model afterwards.
     """
     import shiftmend
     from shiftmend.cli.loading import load_candidates, load_method, pick_telling_rows
@@ -175,7 +180,7 @@ def adapt(
     supervised = getattr(METHODS.get(chosen) if isinstance(chosen, str) else chosen, "takes_labels", False)
     if supervised:
         if labels is None:
-            raise DataError(f"{method} needs labels, and {data} has none that can be used: {LABELLED}")
+            raise DataError(f"Expected labels in {data}, which {method} needs, got none. {LABELLED}.")
         options["labels"] = labels
 
     def score(which: nn.Module, rows: list[int] | slice = slice(None)) -> Scores | RegressionScores:
@@ -194,7 +199,7 @@ def adapt(
     home.check_architecture(net)
     check_types(full_state_dict(net))
     if labels is not None:
-        # Whatever is wrong with the labels must not show after the work is done.
+        # Labels are checked before the work, so that mistakes in them do not show up only at the end.
         score(net, pick_telling_rows(labels, ignore_label))
     result = shiftmend.adapt(
         net,
@@ -228,24 +233,30 @@ def adapt(
             seen = " (on the labels that it was trained with)" if supervised and name == "after" else ""
             say(f"{name}: {found}{seen}")
     if result.interrupted:
-        # What was reached is saved, but nobody should go on with it unasked.
+        # The partial result is saved, but the exit code stops scripts from continuing with it.
         raise typer.Exit(130)
 
 
 def _check_place(out: Path, weights: Path | None) -> None:
-    """Refuse to replace the weights that the adaptation starts from; an earlier result may be replaced."""
+    """Refuse to overwrite the weights that the adaptation starts from; an earlier result may be replaced."""
     check_folder(out)
     result = out / "model.safetensors"
     if weights is not None and result.exists() and weights.exists() and result.samefile(weights):
-        raise DataError(f"--out {out} would replace the file of the weights, {weights}; name another folder")
+        raise DataError(
+            f"Expected a new folder as --out, got {out}, which would replace the weights {weights}. Name another "
+            "folder."
+        )
 
 
 def _method_options(texts: list[str] | None) -> dict[str, Any]:
-    """Read hyper-parameters given as name=value; refuse an argument of `adapt`, which would pass for one."""
+    """Read hyper-parameters given as name=value; refuse arguments of `adapt`, which are not hyper-parameters."""
     import shiftmend
 
     options = dict(method_option(text) for text in texts or [])
     foreign = set(options) & set(signature(shiftmend.adapt).parameters)
     if foreign:
-        raise DataError(f"{min(foreign)!r} is no option of a method; see `shiftmend adapt --help` for those of adapt")
+        raise DataError(
+            f"Expected an option of a method, got {min(foreign)!r}, which is one of adapt. See `shiftmend adapt "
+            "--help`."
+        )
     return options

@@ -21,10 +21,10 @@ SHARED = {
     "config": (
         Path | None,
         None,
-        typer.Option("--config", help="A TOML file with options by name; those of the command line win."),
+        typer.Option("--config", help="A TOML file with options by name; the command line takes precedence."),
     ),
-    "print_config": (bool, False, typer.Option("--print-config", help="Print all options as such a file, and end.")),
-    "quiet": (bool, False, typer.Option("--quiet", help="Show results and errors alone: no progress, no warnings.")),
+    "print_config": (bool, False, typer.Option("--print-config", help="Print all options as such a file, and exit.")),
+    "quiet": (bool, False, typer.Option("--quiet", help="Show only results and errors: no progress, no warnings.")),
 }
 """Type, default and description of the options that this module adds to a command."""
 
@@ -37,10 +37,10 @@ def add_command(app: typer.Typer, command: Callable[..., None]) -> None:
 def _with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(config: Path | None, print_config: bool, quiet: bool, **arguments: Any) -> None:
-        # Not earlier, since this imports torch, and help should not wait for that.
+        # The import is late, because it imports torch, and the help should not wait for that.
         from shiftmend.utils.progress import piped_progress
 
-        # `ConfiguredCommand` has dealt with the file already.
+        # `ConfiguredCommand` has already handled the file.
         with piped_progress("off" if quiet else "lines"):
             if quiet:
                 with hide_warnings():
@@ -48,7 +48,7 @@ def _with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
             else:
                 command(**arguments)
 
-    # Texts are evaluated here, where the names of the command's module are known.
+    # String annotations are evaluated here, where the names of the command's module are known.
     signature = inspect.signature(command, eval_str=True)
     keyword = inspect.Parameter.KEYWORD_ONLY
     annotations = {name: Annotated[kind, option] for name, (kind, _, option) in SHARED.items()}
@@ -62,10 +62,10 @@ def _with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 class ConfiguredCommand(TyperCommand):
-    """A command that takes the options that are not on its command line from a TOML file."""
+    """A command that reads options that are missing on the command line from a TOML file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # The parser alone checks nothing, so that options from the file may be required ones.
+        # The parser itself checks nothing, so that required options may come from the file.
         given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         if isinstance(path := given.get("config"), str):
             ctx.default_map = read_config(Path(path), self, _list_commands(ctx))
@@ -75,7 +75,7 @@ class ConfiguredCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
     def _describe(self, ctx: Any, given: Mapping[str, Any]) -> str:
-        """Write all options with their values as TOML; those without one are comments."""
+        """Write all options with their values as TOML; options without a value become comments."""
         lines = []
         for name, parameter in list_options(self).items():
             value, _ = parameter.consume_value(ctx, given)
@@ -85,7 +85,7 @@ class ConfiguredCommand(TyperCommand):
 
 
 def list_options(command: TyperCommand) -> dict[str, Any]:
-    """Return the options and arguments that a file may hold, by the name that the command line has."""
+    """Return the options and arguments that a file may contain, by their names on the command line."""
     found = {}
     for parameter in command.params:
         if parameter.name in SHARED or parameter.name == "help":
@@ -98,23 +98,24 @@ def list_options(command: TyperCommand) -> dict[str, Any]:
 def read_config(path: Path, command: TyperCommand, others: Iterable[TyperCommand]) -> dict[str, Any]:
     """Read the options of a command from a TOML file.
 
-    Entries at the top belong to every command that has them, those of a table, e.g. `[adapt]`, to one.
+    Top-level entries apply to every command that has such an option; entries of a table, e.g. `[adapt]`, to one
+    command.
 
     Args:
         path: The file.
         command: The command that is called.
-        others: All commands that such a file may serve.
+        others: All commands that the file may contain options for.
 
     Returns:
-        Values by the names of the command's parameters, as texts.
+        Values by the names of the command's parameters, as text.
 
     Raises:
-        DataError: If the file is no TOML, or names an unknown option or command.
+        DataError: If the file is not TOML, or names an unknown option or command.
     """
     try:
         content = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is no TOML file: {error}") from error
+        raise DataError(f"Expected a TOML file, got {path}, which is none: {error}.") from error
     known = {str(one.name): list_options(one) for one in others}
     own, anywhere = list_options(command), {name for options in known.values() for name in options}
     values = {}
@@ -137,12 +138,12 @@ def _find_name(key: str, known: set[str], path: Path) -> str:
     if name in known:
         return name
     close = get_close_matches(name, known, 1)
-    hint = f"did you mean {close[0]!r}?" if close else "see --print-config"
-    raise DataError(f"{path} has an unknown option {key!r}; {hint}")
+    hint = f"Try {close[0]!r}" if close else "See --print-config"
+    raise DataError(f"Expected options of the command in {path}, got {key!r}. {hint}.")
 
 
 def _as_text(value: Any, parameter: Any) -> Any:
-    """Turn a value of TOML into what the command line would hold; only texts are checked as strictly there as here."""
+    """Convert a TOML value to its text on the command line, so that the command line's checks apply."""
     if isinstance(value, dict):
         # Options such as `option` and `tap` are pairs of name and value.
         value = [f"{name}={_as_text(part, None)}" for name, part in value.items()]
@@ -157,7 +158,7 @@ def _as_text(value: Any, parameter: Any) -> Any:
 
 
 def _as_toml(value: Any) -> str | None:
-    """Write a value; None where there is none."""
+    """Format a value as TOML; None if there is no value."""
     if isinstance(value, list | tuple):
         return "[" + ", ".join(str(_as_toml(part)) for part in value) + "]" if value else None
     if isinstance(value, bool):

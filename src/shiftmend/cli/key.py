@@ -1,4 +1,4 @@
-"""`key`: make the keys that profiles and results are signed with."""
+"""`key`: make the keys for signing profiles and results."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def show_help(context: typer.Context) -> None:
 
 @key.command()
 def new(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the private key; not replaced.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File of the private key to write; it must not exist.")],
     as_json: opt.Json = False,
 ) -> None:
-    """Make a key: FILE is private, for --sign; FILE.pub is public, for --trust at every site."""
+    """Make a key pair: FILE is private, for --sign; FILE.pub is public, for --trust at every site."""
     from shiftmend.utils.signing import new_key
 
     made = new_key(file)

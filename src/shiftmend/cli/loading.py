@@ -1,4 +1,4 @@
-"""Turn what stands on the command line into a model, a method, data, and the normalisation of images."""
+"""Conversion of command-line arguments to a model, a method, data, and the normalisation of images."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(name: str, weights: Path | None, options: list[str], allow_pickle: bool = False) -> nn.Module:
-    """Make a built-in network by name, or call `package.module:factory` or `file.py:factory`; load its weights.
+    """Build a built-in network, or call `package.module:factory` or `file.py:factory`; then load its weights.
 
-    Built-in networks belong to `research`, which no import statement of the command line may name.
+    Built-in networks belong to `research`, which the command line must not import statically.
     """
     networks = importlib.import_module("shiftmend.research.networks")
     settings = dict(_parse_option(text) for text in options)
@@ -56,7 +56,7 @@ def load_model(name: str, weights: Path | None, options: list[str], allow_pickle
 
 
 def load_method(name: str) -> Any:
-    """Return the name of a built-in method as it is, or the class that `module:Class` or `file.py:Class` names."""
+    """Return the name of a built-in method unchanged, or import the class `module:Class` or `file.py:Class`."""
     if ":" not in name:
         return name
     with _import_named("method", name, METHODS, "Class") as found:
@@ -69,7 +69,7 @@ def load_candidates(text: str | None) -> list[Any] | None:
 
 
 def load_battery(name: str) -> Any:
-    """Return the simulated devices that `module:NAME` or `file.py:NAME` names: functions by name, or a list of them."""
+    """Import the simulated devices `module:NAME` or `file.py:NAME`: functions by name, or a list of them."""
     with _import_named("battery", name, (), "NAME") as found:
         if not isinstance(found, Mapping | list | tuple):
             raise ShiftmendError(f"Expected {name} to be a dict or list of functions, got {kind(found)}.")
@@ -79,50 +79,52 @@ def load_battery(name: str) -> Any:
 def _parse_option(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
-        raise ShiftmendError(f"model option {text!r} should read name=value, e.g. classes=10")
+        raise ShiftmendError(f"Expected --model-option to read name=value, e.g. classes=10, got {text!r}.")
     return key, whole_or_text(value)
 
 
 def _call_factory(name: str, settings: dict[str, Any], known: Iterable[str]) -> nn.Module:
     def refuse(error: BaseException) -> ShiftmendError:
         given = settings or "no options"
-        # Without a frame of the factory's own, the call itself failed and not what it ran.
+        # Without a frame inside the factory, the call itself failed, not the code of the factory.
         if isinstance(error, TypeError) and not frames(error):
-            return ShiftmendError(f"{name} could not be called with {given}: {error}")
+            return ShiftmendError(f"Expected options that {name} takes, got {given}: {error}.")
         return ShiftmendError(
-            f"{name} could not make the model with {given}: {describe_error(error)}; expected it to return a "
-            "torch.nn.Module: mend it there, or pass other --model-option"
+            f"Expected {name} to return a model with {given}, got {describe_error(error)}. Mend it there, or pass "
+            "other --model-option."
         )
 
     with _import_named("model", name, known, "factory") as factory:
         with user_code(refuse):
             model = factory(**settings)
         if not isinstance(model, nn.Module):
-            raise ShiftmendError(f"{name} gave a {type(model).__name__}, expected a torch.nn.Module")
+            raise ShiftmendError(f"Expected {name} to return a torch.nn.Module, got {kind(model)}.")
     return model
 
 
 @contextmanager
 def _import_named(what: str, name: str, known: Iterable[str], attributes: str) -> Iterator[Any]:
-    """Import the object that `package.module:attribute` or `file.py:attribute` names, for the length of a block.
+    """Import the object `package.module:attribute` or `file.py:attribute` for the duration of the block.
 
-    Inside the block, modules beside the file can be imported, too.
+    Inside the block, modules beside the file can be imported as well.
 
-    What the code prints goes to standard error: on standard output it would stand before the JSON.
+    The output of the code goes to standard error, so that it does not mix with JSON on standard output.
     """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where:
-        listed = f"neither built in ({', '.join(known)}) nor" if known else "not"
+        listed = f"built in ({', '.join(known)}), or " if known else ""
         raise ShiftmendError(
-            f"{what} {name!r} is {listed} of the form package.module:{attributes} or file.py:{attributes}"
+            f"Expected the {what} to be {listed}package.module:{attributes} or file.py:{attributes}, got {name!r}."
         )
     is_file = where.endswith(".py")
     if is_file and not Path(where).is_file():
-        raise ShiftmendError(f"{what} {name!r} could not be found: there is no file {where}")
+        raise ShiftmendError(f"Expected the file {where} for the {what} {name!r}, got none. Check its name.")
     with redirect_stdout(sys.stderr), first_on_path(Path(where).resolve().parent if is_file else Path.cwd()):
         module = _import(f"{what} {name!r}", where, is_file, what)
         if not hasattr(module, attribute):
-            raise ShiftmendError(f"{what} {name!r} could not be found: {where} has no {attribute!r}")
+            raise ShiftmendError(
+                f"Expected {attribute!r} in {where} for the {what} {name!r}, got none. Check its name."
+            )
         yield getattr(module, attribute)
 
 
@@ -131,10 +133,11 @@ def _import(named: str, where: str, is_file: bool, what: str) -> ModuleType:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and not is_file and f"{where}.".startswith(f"{missing}."):
             return ShiftmendError(
-                f"{named} could not be found: {error}; expected a module that is installed or in the current folder"
+                f"Expected the module of {named} to be installed or in the current folder, but it could not be found: "
+                f"{error}."
             )
-        remedy = f"install it, or put it beside the {what}" if missing else "mend it there"
-        return ShiftmendError(f"{named} could not be imported: {describe_error(error)}; {remedy}")
+        remedy = f"Install it, or put it beside the {what}" if missing else "Mend it there"
+        return ShiftmendError(f"Expected {named} to be imported, got {describe_error(error)}. {remedy}.")
 
     with user_code(refuse):
         return import_file(Path(where)) if is_file else importlib.import_module(where)
@@ -150,16 +153,19 @@ def _load_weights(model: nn.Module, path: Path, allow_pickle: bool) -> None:
         differ = [f"the file lacks {_summarise(lacking)}"] if lacking else []
         differ += [f"the model lacks {_summarise(strange)}"] if strange else []
         first = next((line.strip() for line in str(error).splitlines()[1:] if line.strip()), str(error))
-        raise DataError(f"the weights in {path} do not fit the model: {' and '.join(differ) or first[:200]}") from error
+        raise DataError(
+            f"Expected weights of the model, got others in {path}: {' and '.join(differ) or first[:200]}. Check "
+            "--model and --model-option."
+        ) from error
 
 
 def _read_weights(path: Path, allow_pickle: bool) -> Mapping[str, Any]:
     if not path.is_file():
-        raise DataError(f"there is no weights file {path}; expected a safetensors file")
+        raise DataError(f"Expected a safetensors file of weights, got {path}, which does not exist.")
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt") and not allow_pickle:
         raise DataError(
-            f"{path} is a pickle, which can run code when read; convert it to safetensors, or pass --allow-pickle if "
-            "you trust where it comes from"
+            f"Expected safetensors, got {path}, a pickle, which can run code when read. Convert it, or pass "
+            "--allow-pickle if you trust its origin."
         )
     try:
         if allow_pickle and path.suffix != ".safetensors":
@@ -168,8 +174,8 @@ def _read_weights(path: Path, allow_pickle: bool) -> Mapping[str, Any]:
             state = safetensors.torch.load_file(path)
     except pickle.UnpicklingError as error:
         raise DataError(
-            f"{path} could not be read as weights: it is damaged or holds more than tensors, such as a whole model; "
-            "expected what torch.save(model.state_dict(), file) writes"
+            f"Expected what torch.save(model.state_dict(), file) writes, got {path}, which could not be read: it is "
+            "damaged or holds more than tensors."
         ) from error
     except (
         SafetensorError,
@@ -181,20 +187,20 @@ def _read_weights(path: Path, allow_pickle: bool) -> Mapping[str, Any]:
         TypeError,
         ValueError,
     ) as error:
-        raise DataError(f"{path} could not be read as weights: {error}") from error
+        raise DataError(f"Weights in {path} could not be read: {error}.") from error
     if not _has_names(state):
         raise DataError(
-            f"{path} holds a {type(state).__name__} without names of weights, expected what "
-            "torch.save(model.state_dict(), file) writes"
+            f"Expected what torch.save(model.state_dict(), file) writes, got {path} with {kind(state)} without names "
+            "of weights."
         )
     return state
 
 
 def _unwrap(state: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Find the weights in a checkpoint, by the names that the model has for them.
+    """Find the weights in a checkpoint by the names of the model's parameters.
 
-    A training loop keeps weights beside its own state, and `DataParallel`, `torch.compile` and trainers write a prefix
-    before each name.
+    A training loop stores weights beside its own state, and `DataParallel`, `torch.compile` and trainers add a prefix
+    to each name.
     """
     kept = (state.get(key) for key in ("state_dict", "model_state_dict", "model"))
     state = next((found for found in kept if _has_names(found)), state)
@@ -215,7 +221,7 @@ def _summarise(names: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Preprocessing of 8-bit images: x / 255, less the mean, over the deviation, per channel."""
+    """Preprocessing of 8-bit images per channel: (x / 255 - mean) / deviation."""
 
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
@@ -229,8 +235,8 @@ class Normalisation:
         present, means, deviations = images.shape[1], len(self.mean), len(self.deviation)
         if len({present, means, deviations} - {1}) > 1:
             raise DataError(
-                f"--mean names {counted(means, 'number')} and --std {deviations}, and the images have "
-                f"{counted(present, 'channel')}; expected one number, or one per channel"
+                f"Expected one number, or one per channel, for {counted(present, 'channel')}, got "
+                f"{counted(means, 'number')} in --mean and {deviations} in --std."
             )
         values = images.float().div_(255)
         return (values - per_channel(self.mean, values)) / per_channel(self.deviation, values)
@@ -240,8 +246,8 @@ def _set_channels(images: Tensor, channels: int) -> Tensor:
     if images.dtype != torch.uint8 or images.ndim != 4:
         kind = str(images.dtype).removeprefix("torch.")
         raise DataError(
-            f"--channels {channels} is for 8-bit images, and the inputs are {kind} {list(images.shape[1:])}: "
-            "leave it out"
+            f"Expected 8-bit images for --channels {channels}, got inputs {kind} {list(images.shape[1:])}. Leave it "
+            "out."
         )
     present = images.shape[1]
     if present == channels:
@@ -249,65 +255,67 @@ def _set_channels(images: Tensor, channels: int) -> Tensor:
     if present == 1:
         return images.expand(-1, channels, -1, -1)
     if (present, channels) == (3, 1):
-        # Grey as Pillow rounds it: the same as image_folder(channels=1) reads.
+        # Grey levels are rounded as Pillow does, like image_folder(channels=1).
         red, green, blue = images.int().unbind(1)
         return ((19595 * red + 38470 * green + 7471 * blue + 32768) >> 16).to(torch.uint8).unsqueeze(1)
     raise DataError(
-        f"the images have {present} channels, which --channels {channels} cannot make of them; expected grey images to "
-        "repeat, or colour and --channels 1"
+        f"Expected grey images for --channels {channels}, or colour for --channels 1, got {present} channels. Leave it "
+        "out."
     )
 
 
 def parse_normalisation(mean: str, deviation: str, channels: int | None) -> Normalisation:
-    """Read the text of the options, e.g. `0.485,0.456,0.406`."""
+    """Parse the text of the options, e.g. `0.485,0.456,0.406`."""
 
     def numbers(text: str, what: str) -> tuple[float, ...]:
         try:
             values = tuple(float(part) for part in text.split(","))
         except ValueError as error:
-            raise ShiftmendError(f"--{what} {text!r} should be one number, or one per channel with commas") from error
+            raise ShiftmendError(
+                f"Expected --{what} to be one number, or one per channel with commas, got {text!r}."
+            ) from error
         if not all(map(math.isfinite, values)):
-            raise ShiftmendError(f"--{what} {text!r} should be finite")
+            raise ShiftmendError(f"Expected --{what} to be finite, got {text!r}.")
         if what == "std" and any(value <= 0 for value in values):
-            raise ShiftmendError(f"--std {text!r} should be positive")
+            raise ShiftmendError(f"Expected --std to be positive, got {text!r}.")
         return values
 
     if channels is not None and channels < 1:
-        raise ShiftmendError(f"--channels {channels} should be at least 1")
+        raise ShiftmendError(f"Expected --channels to be at least 1, got {channels}.")
     return Normalisation(numbers(mean, "mean"), numbers(deviation, "std"), channels)
 
 
 class Data(NamedTuple):
-    """Inputs of a model, with their labels where there are any."""
+    """Inputs of a model and, optionally, their labels."""
 
     inputs: Tensor
     labels: Tensor | None
     classes: tuple[str, ...] | None = None
-    """Names of the classes, where there is one folder for each."""
+    """Names of the classes, if there is one folder for each."""
     columns: tuple[str, ...] = ()
     """Names of the columns, if the inputs are a table."""
 
     def as_table(self) -> Table | Tensor:
-        """Return the inputs with the names of their columns, where they have any."""
+        """Return the inputs as a table if they have column names."""
         return Table(self.inputs, self.columns) if self.columns else self.inputs
 
 
 def load_data(path: Path, size: int | None, choice: Mapping[str, Any] | None = None) -> Data:
-    """Read a folder of images, an array or `.npz` of images or of any other inputs, or a table.
+    """Load a folder of images, an array or `.npz` archive of images or other inputs, or a table.
 
-    `choice` says what the columns of a table are used for, as arguments of `read_table`.
+    `choice` holds the roles of the columns of a table, as arguments of `read_table`.
     """
     if size is not None and size < 1:
-        raise DataError(f"--size {size} should be at least 1 pixel")
+        raise DataError(f"Expected --size to be at least 1 pixel, got {size}.")
     choice = choice or {}
     if path.suffix.lower() in SUFFIXES and not path.is_dir():
         if size is not None:
-            raise DataError(f"--size {size} is for images, and {path} is a table: leave it out")
+            raise DataError(f"Expected images for --size {size}, got the table {path}. Leave it out.")
         table = read_table(path, **choice)
         return Data(table.inputs, table.labels, table.classes or None, table.columns)
     for name in choice.keys() - {"columns"}:
         option = {"quantities": "quantity"}.get(name, name)
-        raise DataError(f"--{option} is for a table, and {path} is none; leave it out")
+        raise DataError(f"Expected a table for --{option}, got {path}, which is none. Leave it out.")
     if path.is_dir():
         folder = image_folder(path, size=size)
         return Data(folder.images, folder.labels, folder.classes or None)
@@ -322,33 +330,36 @@ def load_data(path: Path, size: int | None, choice: Mapping[str, Any] | None = N
             inputs = _read_images(archive, path, size)
         else:
             raise DataError(
-                f"{path} holds {', '.join(archive.files) or 'nothing'}; expected an array 'images' (uint8), or "
-                "'inputs' for anything else"
+                f"Expected an array 'images' (uint8) in {path}, or 'inputs' for anything else, got "
+                f"{', '.join(archive.files) or 'nothing'}."
             )
         return Data(inputs, _read_labels(archive, path, len(inputs)))
 
 
 def check_npz(path: Path, others: str = "") -> None:
-    """Refuse a path that is neither a folder nor an .npz file; `others` names what else is read."""
+    """Refuse a path that is neither a folder nor an .npz file; `others` names further supported files."""
     if not path.exists():
-        raise DataError(f"there is no {path}; expected a folder of images or an .npz file{others and f', or {others}'}")
+        raise DataError(
+            f"Expected a folder of images or an .npz file{others and f', or {others}'}, got {path}, which does not "
+            "exist."
+        )
     if path.suffix != ".npz":
-        raise DataError(f"{path} is neither a folder of images nor an .npz file{others and f', nor {others}'}")
+        raise DataError(f"Expected a folder of images or an .npz file{others and f', or {others}'}, got {path}.")
 
 
 def _read_images(archive: NpzFile, path: Path, size: int | None) -> Tensor:
     try:
-        # Labels are read apart: not every command needs them.
+        # Labels are read separately, because not every command needs them.
         images = npz_file(path, labels="").images
     except DataError as error:
         if read_member(archive, path, "images").dtype == np.uint8:
             raise
-        raise DataError(f"{error}, or name the array 'inputs' if the model takes these numbers as they are") from error
+        raise DataError(f"{error} Name the array 'inputs' if the model takes these numbers as they are.") from error
     return scale_images(images, size)
 
 
 def scale_images(images: Tensor, size: int | None) -> Tensor:
-    """Scale 8-bit images `[N, C, H, W]` to a height and width, as Pillow scales those of a folder."""
+    """Scale 8-bit images `[N, C, H, W]` to a side length, as Pillow does for images of a folder."""
     if size is None or images.shape[2:] == (size, size):
         return images
     return functional.interpolate(images, (size, size), mode="bilinear", antialias=True)
@@ -360,16 +371,16 @@ def _read_other_inputs(archive: NpzFile, path: Path, size: int | None) -> Tensor
 
 
 def _as_other_inputs(inputs: NDArray[Any], name: str, size: int | None) -> Tensor:
-    """Convert inputs that are no images; whole numbers stay whole, since they may be tokens."""
+    """Convert inputs that are not images; integers stay integers, because they may be tokens."""
     if size is not None:
-        raise DataError(f"--size {size} is for images, and {name} holds inputs, which are not scaled: leave it out")
+        raise DataError(f"Expected images for --size {size}, got {name}, which is not scaled. Leave it out.")
     whole, real = np.issubdtype(inputs.dtype, np.integer), np.issubdtype(inputs.dtype, np.floating)
     if inputs.ndim < 2 or 0 in inputs.shape or not (whole or real):
-        raise DataError(f"{name} holds {inputs.dtype} {list(inputs.shape)}; expected numbers [N, ...]")
+        raise DataError(f"Expected numbers [N, ...] in {name}, got {inputs.dtype} {list(inputs.shape)}.")
     if inputs.dtype == np.uint8 and inputs.ndim != 4:
         raise DataError(
-            f"{name} holds uint8 {list(inputs.shape)}, but 8-bit inputs are images [N, C, H, W]; store "
-            "tokens as int64 and measurements as float32"
+            f"Expected 8-bit inputs to be images [N, C, H, W], got {list(inputs.shape)} in {name}. Store tokens as "
+            "int64 and measurements as float32."
         )
     check_range(inputs, "input")
     kind = np.uint8 if inputs.dtype == np.uint8 else np.int64 if whole else np.float32
@@ -377,7 +388,7 @@ def _as_other_inputs(inputs: NDArray[Any], name: str, size: int | None) -> Tenso
 
 
 def _read_labels(archive: NpzFile, path: Path, count: int) -> Tensor | None:
-    """Read class numbers or fractions, at least one an input; warn and return None where they are text or objects."""
+    """Read class numbers or floating-point labels; warn and return None if they are text or objects."""
     if "labels" not in archive.files:
         return None
     objects = holds_objects(archive, "labels")
@@ -393,21 +404,21 @@ def _read_labels(archive: NpzFile, path: Path, count: int) -> Tensor | None:
         return None
     if labels.shape[:1] != (count,) or 0 in labels.shape:
         raise DataError(
-            f"{path} has {count} inputs but labels {list(labels.shape)}; expected one label an input [N], or one for "
-            "each position of an output [N, ...]"
+            f"Expected one label for each of {count} inputs, or for each position of an output, got labels "
+            f"{list(labels.shape)} in {path}."
         )
     labels = labels.reshape(count) if labels.size == count else labels
-    # Class numbers are not checked here: one that is none may be the --ignore-label.
+    # Class numbers are not checked here, because an invalid one may be the --ignore-label.
     check_range(labels, "label")
     return torch.from_numpy(labels.astype(np.float32)) if fractions else as_labels(labels)
 
 
 def pick_telling_rows(labels: Tensor, ignore_label: int | None) -> list[int]:
-    """Pick the inputs with the lowest and the highest label that counts, and with most that are neither 0 nor 1.
+    """Pick the inputs with the lowest and the highest label, and with the most labels other than 0 and 1.
 
-    Scoring these few shows what is wrong with the labels before the work is done.
+    Scoring these few inputs reveals problems with the labels before the work begins.
     """
-    # Refuses what could be no label.
+    # Raises if the labels have an invalid type.
     metrics_for(labels, ignore_label=ignore_label)
     rows = labels.reshape(len(labels), -1)
     left_out = torch.zeros_like(rows, dtype=torch.bool) if ignore_label is None else rows == ignore_label

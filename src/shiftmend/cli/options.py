@@ -1,4 +1,4 @@
-"""Options that commands share, how their text is read, and how results are printed."""
+"""Shared options of commands, parsing of their text, and printing of results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shiftmend.profiles.profile import Profile
 
 WIDTH = 100
-"""Columns where there is no terminal that says how many it has."""
+"""Width in columns if there is no terminal."""
 
 Model = Annotated[
     str,
@@ -43,19 +43,25 @@ ProfileFile = Annotated[Path, typer.Option("--profile", "-p", help="The source's
 Sign = Annotated[Path | None, typer.Option("--sign", metavar="KEY", help="Sign with this private key.")]
 Trust = Annotated[
     str | None,
-    typer.Option("--trust", metavar="PUBKEY", help="Refuse what is not signed with this public key, or its file."),
+    typer.Option(
+        "--trust", metavar="PUBKEY", help="Public key, or its file; refuse files that are not signed with it."
+    ),
 ]
 Size = Annotated[int | None, typer.Option(help="Scale images to this side.")]
-Channels = Annotated[int | None, typer.Option(help="Repeat grey images to so many channels; 1 makes colour grey.")]
-Mean = Annotated[str, typer.Option(help="Subtracted from images in 0..1; one number, or one per channel.")]
-Deviation = Annotated[str, typer.Option("--std", help="Divides them afterwards; one number, or one per channel.")]
-Batch = Annotated[int, typer.Option("--batch-size", help="Samples in a batch.")]
+Channels = Annotated[
+    int | None, typer.Option(help="Repeat grey images to this number of channels; 1 turns colour grey.")
+]
+Mean = Annotated[str, typer.Option(help="Mean to subtract from images in 0..1; one number, or one per channel.")]
+Deviation = Annotated[
+    str, typer.Option("--std", help="Standard deviation to divide by; one number, or one per channel.")
+]
+Batch = Annotated[int, typer.Option("--batch-size", help="Number of samples per batch.")]
 MaybeBatch = Annotated[
-    int | None, typer.Option("--batch-size", help="Samples in a batch; 256, or all where they are few.")
+    int | None, typer.Option("--batch-size", help="Number of samples per batch; default: 256, or all if there are few.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, ...")]
-Head = Annotated[str | None, typer.Option(help="Name of the model's last layer, if it is not found by itself.")]
-Output = Annotated[str | None, typer.Option("--output-entry", help="Which entry of a tuple or dict is the output.")]
+Head = Annotated[str | None, typer.Option(help="Name of the model's last layer, if it is not found automatically.")]
+Output = Annotated[str | None, typer.Option("--output-entry", help="Entry of a tuple or dict that is the output.")]
 Blocks = Annotated[
     list[str] | None,
     typer.Option("--block", help="Modules of one block, with commas; repeat for each block, bottom first."),
@@ -64,8 +70,8 @@ Taps = Annotated[
     list[str] | None,
     typer.Option("--tap", help="name=module, e.g. early=layer1 or tokens=blocks.2@-1; repeatable."),
 ]
-Root = Annotated[Path | None, typer.Option("--data-root", help="Where the data sets lie; default SHIFTMEND_DATA.")]
-Ignore = Annotated[int | None, typer.Option("--ignore-label", help="A class number that counts in no score, e.g. 255.")]
+Root = Annotated[Path | None, typer.Option("--data-root", help="Folder of the data sets; default: SHIFTMEND_DATA.")]
+Ignore = Annotated[int | None, typer.Option("--ignore-label", help="A class number to ignore in all scores, e.g. 255.")]
 Candidates = Annotated[
     str | None, typer.Option(help="Methods to try, with commas: names, or file.py:Class of your own.")
 ]
@@ -82,10 +88,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print machine-readable resul
 
 
 def screen() -> Console:
-    """Open standard output, anew for each use: whether it is a terminal, and how wide, may have changed.
+    """Open standard output, anew for each use, because its kind and width may have changed.
 
-    Names of files and of classes may hold brackets and colons, which are printed as they are, and control characters,
-    which are not.
+    File and class names may contain brackets and colons, which are printed literally, and control characters, which are
+    escaped.
     """
     console = open_console(soft_wrap=True)
     if not console.is_terminal:
@@ -99,7 +105,7 @@ def say(text: str) -> None:
 
 
 def columns(*titles: str, numbers: tuple[str, ...] = ()) -> Table:
-    """Make an empty table in which nothing is ever cut off and numbers stand to the right."""
+    """Make an empty table that never truncates text and right-aligns numbers."""
     made = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
         made.add_column(title, justify="right" if title in numbers else "left", overflow="fold")
@@ -112,7 +118,7 @@ def show(table: Table) -> None:
 
 
 def by_all_processes(command: Callable[..., None]) -> Callable[..., None]:
-    """Share the work of a command among the processes of `torchrun`; the first of them writes and prints."""
+    """Share the work of a command among the processes of `torchrun`; only the first one writes and prints."""
 
     @functools.wraps(command)
     def shared(**arguments: Any) -> None:
@@ -136,7 +142,7 @@ def gather(
     std: str,
     choice: dict[str, Any],
 ) -> tuple[nn.Module, loading.Data, loading.Normalisation]:
-    """Load the model and the data that the options name, and make the function that turns images into inputs."""
+    """Load the model and the data that the options name, and make the preprocessing function."""
     from shiftmend.cli.loading import load_data, load_model, parse_normalisation
 
     preprocess = parse_normalisation(mean, std, channels)
@@ -152,9 +158,11 @@ def choose_columns(
     where: list[str] | None,
     profile: Profile | None = None,
 ) -> dict[str, Any]:
-    """Return what the columns of a table are used for, as arguments of `read_table`; inputs are those of a profile."""
+    """Return the roles of a table's columns as arguments of `read_table`; inputs are the columns of a profile."""
     if classes is not None and label is None:
-        raise DataError("--classes names the classes of a label; name its column with --label")
+        raise DataError(
+            "Expected --label beside --classes, which names its classes, got none. Name the column with --label."
+        )
     given = {
         "label": label,
         "classes": tuple(name.strip() for name in classes.split(",")) if classes else (),
@@ -167,45 +175,45 @@ def choose_columns(
 
 
 def _condition(text: str) -> tuple[str, str]:
-    """Read `--where column=value`."""
+    """Parse `--where column=value`."""
     name, equals, value = text.partition("=")
     if not (equals and name):
-        raise DataError(f"--where {text!r} should read column=value, e.g. board=3")
+        raise DataError(f"Expected --where to read column=value, e.g. board=3, got {text!r}.")
     return name, value
 
 
 def block_names(blocks: list[str] | None) -> list[list[str]] | None:
-    """Read `--block conv1,bn1`, once for each block."""
+    """Parse `--block conv1,bn1`, one option per block."""
     return [text.split(",") for text in blocks] if blocks else None
 
 
 def named_tap(text: str) -> tuple[str, str]:
-    """Read `--tap name=module`."""
+    """Parse `--tap name=module`."""
     name, equals, spec = text.partition("=")
     if not (equals and name and spec):
-        raise DataError(f"--tap {text!r} should read name=module, e.g. early=layer1")
+        raise DataError(f"Expected --tap to read name=module, e.g. early=layer1, got {text!r}.")
     return name, spec
 
 
 def entry(text: str | None) -> int | str | None:
-    """Read `--output-entry`: a position or a key."""
+    """Parse `--output-entry`: an index or a key."""
     return text if text is None else whole_or_text(text)
 
 
 def whole_or_text(text: str) -> int | str:
-    """Read a whole number where the text is one."""
+    """Convert text to an integer if possible."""
     return int(text) if re.fullmatch("-?[0-9]+", text) else text
 
 
 def method_option(text: str) -> tuple[str, Any]:
-    """Read `--option name=value`; values with commas become a tuple."""
+    """Parse `--option name=value`; values with commas become a tuple."""
     key, equals, value = text.partition("=")
     if not equals:
-        raise DataError(f"--option {text!r} should read name=value, e.g. learning_rate=0.1")
+        raise DataError(f"Expected --option to read name=value, e.g. learning_rate=0.1, got {text!r}.")
     if "," in value:
         parts = tuple(_number(part) for part in value.split(",") if part)
         if key == "learning_rate" and any(isinstance(part, str) for part in parts):
-            raise DataError(f"--option {text!r} should name numbers, e.g. learning_rate=0.01,0.1")
+            raise DataError(f"Expected numbers in --option, e.g. learning_rate=0.01,0.1, got {text!r}.")
         return key, parts
     return key, _number(value)
 

@@ -35,7 +35,7 @@ def profile(
         str | None, typer.Option(help="marginal (the default), or full for the method full-gauss.")
     ] = None,
     like: Annotated[
-        Path | None, typer.Option(help="Ranges, slices and taps of this profile, so that the two can be mixed.")
+        Path | None, typer.Option(help="Use the ranges, slices and taps of this profile, so that both can be mixed.")
     ] = None,
     private: Annotated[
         float | None,
@@ -141,7 +141,7 @@ def inspect(
     trust: opt.Trust = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Show what a profile holds, and what its rehearsal taught."""
+    """Show what a profile contains, and the results of its rehearsal."""
     import shiftmend
 
     loaded = shiftmend.Profile.load(file, trust=trust)
@@ -165,22 +165,24 @@ def mix(
     trust: opt.Trust = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Mix the profiles of several classes for a site where they are otherwise frequent."""
+    """Mix the profiles of several classes for a site where the classes have other shares."""
     from shiftmend.profiles.profile import Profile
 
     check_place(out)
     if out.exists() and any(part.exists() and out.samefile(part) for part in parts):
-        raise DataError(f"--out {out} is one of the parts, which would be lost; name another file for the mixture")
+        raise DataError(
+            f"Expected a new file as --out, got {out}, one of the parts, which would be lost. Name another file."
+        )
     try:
         numbers = [float(share) for share in shares.split(",")]
     except ValueError:
-        raise DataError(f"--shares {shares!r} should be numbers with commas, e.g. 9,1") from None
+        raise DataError(f"Expected --shares to be numbers with commas, e.g. 9,1, got {shares!r}.") from None
     check_key(sign)
     _write(Profile.mixture([Profile.load(part, trust=trust) for part in parts], numbers), out, as_json, sign)
 
 
 def check_key(sign: Path | None) -> None:
-    """Refuse a key that cannot sign before work is spent."""
+    """Refuse a key that cannot sign, before the work."""
     from shiftmend.utils.signing import load_key
 
     if sign is not None:
@@ -197,7 +199,7 @@ def _write(made: Any, out: Path, as_json: bool, sign: Path | None) -> None:
 
 
 def _write_weights(net: Any, out: Path) -> None:
-    """Save the weights of a refreshed model, to be used from then on."""
+    """Save the weights of a refreshed model, which should be used from then on."""
     from shiftmend.introspection.model_state import full_state_dict, save_tensors
     from shiftmend.utils.files import replacing
 
@@ -205,34 +207,41 @@ def _write_weights(net: Any, out: Path) -> None:
         with replacing(out) as (place,):
             save_tensors(place, full_state_dict(net))
     except OSError as error:
-        raise DataError(f"--refresh-batchnorm {out} cannot be written ({error.strerror}); name another file") from error
+        raise DataError(
+            f"File {out} of --refresh-batchnorm cannot be written ({error.strerror}). Name another file."
+        ) from error
     logger.warning("the profile is that of the refreshed weights in %s: use them from now on", out)
 
 
 def _check_weights_place(place: Path, out: Path) -> None:
-    """Refuse to replace anything by refreshed weights."""
+    """Refuse to overwrite anything by refreshed weights."""
     check_folder(place.parent)
     if place.suffix != ".safetensors":
-        raise DataError(f"--refresh-batchnorm {place} should name a file to write, ending in .safetensors")
+        raise DataError(f"Expected --refresh-batchnorm to name a file ending in .safetensors, got {place}.")
     if place.exists() or place.resolve() == out.resolve():
-        raise DataError(f"--refresh-batchnorm {place} is there already, or is --out; name another file")
+        raise DataError(
+            f"Expected a new file for --refresh-batchnorm, got {place}, which exists or is --out. Name another file."
+        )
 
 
 def check_place(out: Path, weights: Path | None = None) -> None:
-    """Refuse to replace anything but a profile."""
+    """Refuse to overwrite anything except a profile."""
     from shiftmend.errors import ProfileError
     from shiftmend.profiles.profile import Profile
 
     check_folder(out.parent)
     if out.is_dir():
-        raise DataError(f"--out {out} is a folder, expected the name of the file to write")
+        raise DataError(f"Expected --out to name a file, got the folder {out}. Name a file in it.")
     if weights is not None and out.exists() and weights.exists() and out.samefile(weights):
-        raise DataError(f"--out {out} is the file of the weights; name another for the profile")
+        raise DataError(f"Expected a new file as --out, got {out}, the file of the weights. Name another file.")
     if out.is_file():
         try:
             Profile.load(out)
         except ProfileError:
-            raise DataError(f"{out} is there already and is no profile; remove it, or name another file") from None
+            raise DataError(
+                f"Expected a new file or a profile to replace as --out, got {out}, which is none. Remove it, or name "
+                "another file."
+            ) from None
 
 
 def summarise(profile: Any, file: Path) -> dict[str, Any]:

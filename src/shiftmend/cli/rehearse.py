@@ -40,13 +40,15 @@ def rehearse(
     extend: Annotated[
         bool, typer.Option("--extend", help="Keep the profile's rehearsal and add the candidates that it lacks.")
     ] = False,
-    site_size: Annotated[int | None, typer.Option(help="Samples that sites have, if that is known.")] = None,
+    site_size: Annotated[int | None, typer.Option(help="Number of samples at the sites, if known.")] = None,
     battery: Annotated[
         str | None,
         typer.Option(help="Simulated devices of your own: file.py:NAME of a dict or list of functions on inputs."),
     ] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="Save here after each shift; go on if it exists.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that share the simulated shifts.")] = 1,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Checkpoint file, written after each shift; a killed rehearsal resumes from it.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Number of processes that run the simulated shifts.")] = 1,
     block: opt.Blocks = None,
     output_entry: opt.Output = None,
     label: opt.Label = None,
@@ -59,7 +61,7 @@ def rehearse(
     mean: opt.Mean = "0.5",
     std: opt.Deviation = "0.5",
     batch_size: opt.MaybeBatch = None,
-    seed: Annotated[int, typer.Option(help="Draws of samples and of simulated devices.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the drawn samples and simulated devices.")] = 0,
     device: opt.Device = "auto",
     autocast: Annotated[bool, typer.Option(help="Run the network in bfloat16.")] = False,
     allow_pickle: opt.Pickle = False,
@@ -68,11 +70,11 @@ def rehearse(
     trust: opt.Trust = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Simulate other devices at home and mend the model for each, so that sites can tell their accuracy.
+    """Simulate other devices at home and adapt the model to each, so that sites can estimate their accuracy.
 
-    The data are held-out data from home, which the model was not trained on. Labels are used where there are any.
-    Without labels, scores compare with the model's own answers to the unshifted data. The profile stays as it is, and
-    a new one is written. Give the options of `adapt` that sites will give.
+    The data must be held-out data from home, on which the model was not trained. Labels are used if there are any.
+    Without labels, scores compare with the model's own predictions on the unshifted data. The profile is not changed; a
+    new one is written. Pass the same options as sites will pass to `adapt`.
     """
     import shiftmend
     from shiftmend.cli.loading import load_battery, load_candidates
@@ -129,7 +131,7 @@ def _announce(
     quick: bool,
     workers: int,
 ) -> str:
-    """Say in one line what will be done, about how long it takes, and what `--quick` would leave out."""
+    """Describe in one line what will be done, how long it will take, and what `--quick` would leave out."""
     from shiftmend.adaptation.auto import CANDIDATES, list_candidates
     from shiftmend.rehearsal import rehearse as library
 
@@ -139,7 +141,7 @@ def _announce(
     number = usual if shifts is None else shifts
     default = library.QUICK_CANDIDATES if quick else CANDIDATES
     methods = list_candidates(default if candidates is None else candidates, profile)
-    # The unshifted data are rehearsed too.
+    # The unshifted data are rehearsed as well.
     length = max(1, math.ceil((number + 1) * sum(sizes) / samples))
     labels = "with their labels" if given.labels is not None else "without labels"
     shared = f", shared by {workers} processes" if workers > 1 else ""
@@ -155,14 +157,15 @@ def _announce(
 
 
 def _check_sendable(*parts: Any) -> None:
-    """Refuse a model or methods that no other process can be sent, before the work."""
+    """Refuse a model or methods that cannot be pickled for other processes, before the work."""
     import pickle
 
     from shiftmend.utils.python_files import describe_error, user_code
 
     def refuse(error: BaseException) -> ShiftmendError:
         return ShiftmendError(
-            f"the model or a method cannot be sent to other processes: {describe_error(error)}; use --workers 1"
+            f"Expected a model and methods that can be sent to other processes, got {describe_error(error)}. Use "
+            "--workers 1."
         )
 
     with user_code(refuse):
@@ -171,7 +174,7 @@ def _check_sendable(*parts: Any) -> None:
 
 @contextmanager
 def _processes(number: int) -> Iterator[Executor | None]:
-    """Start processes that share the cores; none if there should be one."""
+    """Start worker processes that share the cores; none if `number` is 1."""
     if number == 1:
         yield None
         return
@@ -184,7 +187,7 @@ def _processes(number: int) -> Iterator[Executor | None]:
     threads = max(1, torch.get_num_threads() // number)
     pool = ProcessPoolExecutor(
         number,
-        # A forked process could not use CUDA.
+        # A forked process cannot use CUDA.
         mp_context=multiprocessing.get_context("spawn"),
         initializer=torch.set_num_threads,
         initargs=(threads,),
@@ -193,7 +196,7 @@ def _processes(number: int) -> Iterator[Executor | None]:
         yield pool
     except BrokenProcessPool as error:
         raise ShiftmendError(
-            "a process of the rehearsal died, perhaps for lack of memory; use fewer --workers, or 1"
+            "A process of the rehearsal died, perhaps for lack of memory. Use fewer --workers, or 1."
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -53,8 +53,8 @@ def report(
     adapted: Annotated[
         Path | None, typer.Option(help="Folder that `adapt --out` wrote; without it: has the data shifted?")
     ] = None,
-    samples: Annotated[int, typer.Option(help="Inputs shown in the page; 0 where none may leave the site.")] = 12,
-    title: Annotated[str, typer.Option(help="What the model is called in the page.")] = "",
+    samples: Annotated[int, typer.Option(help="Number of inputs on the page; 0 if none may leave the site.")] = 12,
+    title: Annotated[str, typer.Option(help="Name of the model on the page.")] = "",
     weights: Weights = None,
     model_option: Options = None,
     output_entry: Output = None,
@@ -74,9 +74,9 @@ def report(
     trust: Trust = None,
     as_json: Json = False,
 ) -> None:
-    """Write one HTML page: how accurate the model is here, what to do, what mending changed.
+    """Write one HTML page: how accurate the model is here, what to do, and what mending changed.
 
-    Labels are used for scores alone, where the data has any.
+    Labels, if there are any, are used for scores only.
     """
     from shiftmend.profiles.profile import Profile
     from shiftmend.report.answer import give_answer
@@ -115,7 +115,7 @@ def report(
         facts |= {"verdict": state_verdict(found).headline.lower(), "cautions": found.cautions}
         print(dumps(facts | values))
     else:
-        # Every terminal can show these characters.
+        # Every terminal can display these characters.
         lines = (answer.headline, answer.truth, answer.advice)
         words = "\n".join(filter(None, lines)).translate({ord("’"): "'", ord("\u00a0"): " "})
         say(f"{words}\nwritten to {out}")
@@ -125,8 +125,8 @@ def _check_target(out: Path) -> None:
     """Check that the page replaces nothing but another page."""
     check_folder(out.parent)
     if out.is_dir():
-        raise DataError(f"expected --out to name an HTML file, got the folder {out}")
+        raise DataError(f"Expected --out to name an HTML file, got the folder {out}.")
     if out.is_file():
         with out.open("rb") as file:
             if not file.read(64).lstrip().lower().startswith((b"<!doctype html", b"<html")):
-                raise DataError(f"expected an HTML page to replace, got {out}. Try another name")
+                raise DataError(f"Expected an HTML page to replace, got {out}. Try another name.")

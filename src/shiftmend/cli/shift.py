@@ -42,7 +42,7 @@ def shift(
     size: Size = None,
     as_json: Json = False,
 ) -> None:
-    """Apply a shift to a folder of images or an .npz; a manifest beside the result says how it was made."""
+    """Apply a shift to a folder of images or an .npz; a manifest beside the result records how it was made."""
     import shiftmend
     from shiftmend import shifts as library
     from shiftmend.shifts.textures import digest
@@ -52,7 +52,7 @@ def shift(
     _check_target(target, beside, found)
     data = _read_signals(source, size) if found.domain == "signal" else _read_images(source, size)
     if target.exists() and target.samefile(source):
-        raise DataError(f"{target} holds the images to shift and would be overwritten; name another file")
+        raise DataError(f"Expected a new file, got {target}, which holds the images to shift. Name another file.")
     shifted = library.apply(name, data.inputs, severity=severity, seed=seed, textures=textures)
     manifest: dict[str, Any] = {
         "shift": name,
@@ -78,11 +78,13 @@ def shift(
 
 
 def _check_target(target: Path, manifest: Path, shift: Shift) -> None:
-    """Refuse to replace anything but an .npz and its manifest."""
+    """Refuse to overwrite anything except an .npz and its manifest."""
     if target.exists() and (target.suffix != ".npz" or target.is_dir()):
-        raise DataError(f"{target} is there already; name a new folder, or an .npz file")
+        raise DataError(f"Expected a new folder or an .npz file, got {target}, which exists. Name another.")
     if shift.domain == "signal" and target.suffix != ".npz":
-        raise DataError(f"{shift.name} gives signals, which go into an .npz file; {target} is none")
+        raise DataError(
+            f"Expected an .npz file for the signals of {shift.name}, got {target}. Name one ending in .npz."
+        )
     if manifest.is_file():
         try:
             found = loads(manifest.read_bytes())
@@ -90,7 +92,7 @@ def _check_target(target: Path, manifest: Path, shift: Shift) -> None:
             found = None
         if not isinstance(found, dict) or not {"shift", "shiftmend"} <= found.keys():
             raise DataError(
-                f"{manifest}, where the manifest goes, is there already and is none; name another .npz file"
+                f"Expected no file, or a manifest, at {manifest}, got another file. Name another .npz file."
             )
 
 
@@ -99,7 +101,7 @@ def _read_signals(source: Path, size: int | None) -> Data:
     from shiftmend.cli.loading import load_data
 
     if source.suffix != ".npz":
-        raise DataError(f"{source} should be an .npz file with an array 'inputs' of signals [N, C, L]")
+        raise DataError(f"Expected an .npz file with an array 'inputs' of signals [N, C, L], got {source}.")
     data = load_data(source, size)
     return data._replace(inputs=data.inputs.float())
 
@@ -129,18 +131,18 @@ def _compress(key: str, images: Tensor, data: Data) -> bytes:
 
 
 def _write_folder(images: Tensor, data: Data, target: Path, manifest: bytes) -> None:
-    """Write one PNG an image, in a folder per class where the source had classes; all of it or nothing."""
+    """Write one PNG per image, in one folder per class if there are classes; write everything or nothing."""
     from PIL import Image
 
     labels, classes = data.labels, data.classes
     if labels is not None and not classes and len(labels.unique()) <= int(labels.max()):
         raise DataError(
-            f"some class numbers below {int(labels.max())} have no image, and a folder is read with its classes "
-            "numbered in order; write an .npz, which keeps the labels"
+            f"Expected images of every class below {int(labels.max())}, since folders number classes in order, got "
+            "none of some. Write an .npz, which keeps labels."
         )
     partial = target.with_name(f".{target.name}.partial")
     if partial.exists():
-        raise DataError(f"{partial} is left from a run that was cut off; delete it and start again")
+        raise DataError(f"Expected no {partial}, which is left from a run that was cut off. Delete it and start again.")
     digits = len(str(len(images) - 1))
     try:
         for index, image in enumerate(images.movedim(1, -1).numpy()):
@@ -170,7 +172,7 @@ def shifts(
 
     chosen = {name: entry for name, entry in SHIFTS.items() if name.startswith(only)}
     if not chosen:
-        raise DataError(f"no shift begins with {only!r}; see `shiftmend shifts`")
+        raise DataError(f"Expected shifts whose names begin with {only!r}, got none. See `shiftmend shifts`.")
     if sheet is not None:
         names = _draw_sheet(sheet, chosen, data, severity=severity, seed=seed, textures=textures)
         if as_json:
@@ -179,7 +181,9 @@ def shifts(
             say(f"written to {sheet}")
         return
     if any(given is not None for given in (data, severity, textures)):
-        raise DataError("--data, --severity and --textures are for a sheet; name its file with --sheet")
+        raise DataError(
+            "Expected --data, --severity and --textures only for a sheet, got no --sheet. Name its file with --sheet."
+        )
     if as_json:
         rows = [
             {
@@ -207,12 +211,12 @@ def _draw_sheet(sheet: Path, chosen: dict[str, Shift], data: Path | None, **opti
     from shiftmend.shifts.sheet import contact_sheet
 
     images = enlarged_digits().images if data is None else _read_images(data).inputs
-    # Shifts of colours take no grey images, and shifts of glyphs take three equal channels.
+    # Shifts of colours reject grey images, and shifts of glyphs need three equal channels.
     images = images[:8].expand(-1, 3, -1, -1) if images.shape[1] == 1 else images[:8]
     names = [name for name, entry in chosen.items() if entry.domain == "image" and not name.endswith("/identity")]
     if not names:
         raise DataError(
-            "expected a shift of images, got shifts of signals alone, which are not drawn. Try another --only"
+            "Expected a shift of images, got shifts of signals alone, which are not drawn. Try another --only."
         )
     with said_where(sheet):
         contact_sheet(images, ["mnist-c/identity", *names], sheet, **options)

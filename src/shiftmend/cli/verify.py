@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from shiftmend.verification.verdict import Verification
 
 logger = logging.getLogger(__name__)
-LABELLED = "expected one folder per class, an array 'labels' in the .npz, or a table with --label or --quantity"
+LABELLED = "Try one folder per class, an array 'labels' in the .npz, or a table with --label or --quantity"
 NOT_REHEARSED = "the profile was not rehearsed; see `shiftmend rehearse`"
 
 Answer = Literal["yes", "no", "unknown"]
 EXIT_CODES: dict[Answer, int] = {"yes": 0, "no": 3, "unknown": 4}
-"""How `verify` ends where a limit was given."""
+"""Exit codes of `verify` with a limit."""
 
 
 def register(app: typer.Typer) -> None:
@@ -74,14 +74,14 @@ def verify(
     trust: opt.Trust = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Estimate without labels how accurate a model is on some data, and whether its features are as at home.
+    """Estimate without labels how accurate a model is, and whether its features are distributed as at home.
 
-    The estimate needs a profile that was rehearsed. How a model was adapted is read from the manifest.json beside its
-    weights, or from --adaptation.
+    The estimate needs a rehearsed profile. How the model was adapted is read from the manifest.json beside its weights,
+    or from --adaptation.
 
-    With --at-least (or --at-most, for errors) the exit code is 0 if the whole interval keeps the limit, or the
-    estimate if it has no interval; 3 if the estimate itself misses the limit; 4 if it cannot be told, because the
-    limit lies between the estimate and the end of its interval, or because there is no estimate.
+    With --at-least (or --at-most, for errors), the exit code is 0 if the whole interval (or the estimate, if it has no
+    interval) meets the limit; 3 if the estimate misses the limit; 4 if it is undecided, because the limit lies between
+    the estimate and the end of its interval, or because there is no estimate.
     """
     import shiftmend
     from shiftmend.cli.loading import load_data
@@ -89,15 +89,18 @@ def verify(
     home = shiftmend.Profile.load(profile, trust=trust)
     limit = _read_limit(at_least, at_most, home)
     if labelled is not None and home.rehearsal is None:
-        raise DataError(f"--labelled narrows an estimate, and {NOT_REHEARSED}, or `shiftmend evaluate`")
+        raise DataError(
+            "Expected a rehearsed profile for --labelled, which narrows an estimate. Try `shiftmend rehearse`, or "
+            "`shiftmend evaluate`."
+        )
     choice = choose_columns(label, classes, quantity, drop, where, home)
-    # With labelled samples beside them, the data need no labels.
+    # If labelled samples are given separately, the data need no labels.
     own = choice if labelled is None else {name: choice[name] for name in choice.keys() & {"drop", "where", "columns"}}
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std, own)
     few = None if labelled is None else load_data(labelled, size, choice)
     if few is not None:
         if few.labels is None:
-            raise DataError(f"{labelled} has no labels that can be used here: {LABELLED}")
+            raise DataError(f"Expected labels in {labelled}, got none that can be used. {LABELLED}.")
         check_labels(net, few, preprocess, output_entry, device)
     found = shiftmend.verify(
         net,
@@ -111,7 +114,7 @@ def verify(
         device=device,
     )
     if weights is None:
-        # Weights that are named may be adapted ones, and differ from the profile's.
+        # Weights that are named explicitly may be adapted ones, which differ from the profile's.
         home.check_weights(net)
     answer = None if limit is None else _decide(found.estimate, limit)
     if as_json:
@@ -149,7 +152,7 @@ def shares(
 ) -> None:
     """Estimate without labels how frequent the classes are in some data.
 
-    The profile must have been rehearsed with labels. Where the device changed, name the weights of the mended model.
+    The profile must have been rehearsed with labels. If the device changed, pass the weights of the adapted model.
     """
     import shiftmend
     from shiftmend.utils.signing import read_public
@@ -180,7 +183,7 @@ def check_labels(
     device: str,
     ignore_label: int | None = None,
 ) -> None:
-    """Refuse labels that the model cannot be scored with, before the work; there may be none."""
+    """Refuse labels that the model cannot be scored with, before the work."""
     import shiftmend
     from shiftmend.cli.loading import pick_telling_rows
 
@@ -201,9 +204,10 @@ def check_labels(
 def _find_manifest(
     net: nn.Module, weights: Path | None, adaptation: Path | None, trust: str | None
 ) -> dict[str, Any] | None:
-    """Read how a model was adapted, from what was named or from what lies beside the weights.
+    """Read how a model was adapted, from the given file or the manifest beside the weights.
 
-    The manifest counts only if its model has these very weights: an estimate for another model would be wrong.
+    The manifest is used only if it belongs to exactly these weights, because an estimate for another model would be
+    wrong.
     """
     from shiftmend.profiles import fingerprints
     from shiftmend.report.saved import read_manifest
@@ -215,7 +219,8 @@ def _find_manifest(
         manifest = read_manifest(path, trust)
         if manifest["adapted_weights"] != fingerprints.weights(net):
             raise DataError(
-                f"Expected the weights that {path} describes, got others. Try --weights {path.parent}/model.safetensors"
+                f"Expected the weights that {path} describes, got others. Try --weights "
+                f"{path.parent}/model.safetensors."
             )
         return manifest
     beside = None if weights is None else weights.parent / "manifest.json"
@@ -224,13 +229,13 @@ def _find_manifest(
     try:
         manifest = read_manifest(beside, trust)
     except DataError:
-        # Other programs write files of this name, too, and one that is not signed is not believed.
+        # Other programs write files of this name as well, and an unsigned one is not trusted.
         return None
     return manifest if manifest["adapted_weights"] == fingerprints.weights(net) else None
 
 
 class _Limit(NamedTuple):
-    """A limit for a score: `at least` for accuracy, `at most` for errors."""
+    """A limit of a score: `at least` for accuracy, `at most` for errors."""
 
     name: Literal["at least", "at most"]
     text: str
@@ -238,20 +243,28 @@ class _Limit(NamedTuple):
 
 
 def _read_limit(at_least: str | None, at_most: str | None, profile: Profile) -> _Limit | None:
-    """Read `--at-least 0.8`, `--at-least 80%` or `--at-most 2.5`."""
+    """Parse `--at-least 0.8`, `--at-least 80%` or `--at-most 2.5`."""
     if at_least is not None and at_most is not None:
-        raise DataError("--at-least is for accuracy and --at-most for errors; leave one of them out")
+        raise DataError(
+            "Expected either --at-least (accuracy) or --at-most (an error), got both. Leave one of them out."
+        )
     record = profile.rehearsal
     if at_least is not None:
         if record is not None and not record.higher_is_better:
-            raise DataError(f"the profile was rehearsed for the {record.metric}, an error; use --at-most")
+            raise DataError(
+                f"Expected --at-most, since the profile was rehearsed for the {record.metric}, an error, got "
+                "--at-least."
+            )
         value = _number(at_least.removesuffix("%")) / (100 if at_least.endswith("%") else 1)
         if not 0 <= value <= 1:
             raise DataError(f"Expected --at-least from 0 to 1, or a percentage, got {at_least}. Try 0.8 or 80%.")
         return _Limit("at least", at_least, value)
     if at_most is not None:
         if record is not None and record.higher_is_better:
-            raise DataError(f"the profile was rehearsed for the {record.metric}, which is no error; use --at-least")
+            raise DataError(
+                f"Expected --at-least, since the profile was rehearsed for the {record.metric}, which is no error, got "
+                "--at-most."
+            )
         value = _number(at_most)
         if not value >= 0:
             raise DataError(f"Expected --at-most to be a number of at least 0, got {at_most}.")
@@ -260,7 +273,7 @@ def _read_limit(at_least: str | None, at_most: str | None, profile: Profile) -> 
 
 
 def _number(text: str) -> float:
-    """Read a number; NaN if there is none."""
+    """Parse a number; NaN if the text is not a number."""
     try:
         return float(text)
     except ValueError:
@@ -268,7 +281,7 @@ def _number(text: str) -> float:
 
 
 def _decide(estimate: Estimate | None, limit: _Limit) -> Answer:
-    """Tell whether the whole interval of an estimate keeps a limit, misses it, or neither."""
+    """Tell whether the whole interval of an estimate meets a limit, the estimate misses it, or neither."""
     if estimate is None or estimate.value is None:
         return "unknown"
     sign, end = (1, estimate.low) if limit.name == "at least" else (-1, estimate.high)
@@ -278,7 +291,7 @@ def _decide(estimate: Estimate | None, limit: _Limit) -> Answer:
 
 
 def _describe(found: Verification) -> list[str]:
-    """Return the estimate, then what is known of the features, a line each."""
+    """Describe the estimate, and then the features, one line each."""
     from shiftmend.profiles.rehearsal import format_score
 
     estimate = found.estimate
@@ -318,14 +331,14 @@ def evaluate(
     ignore_label: opt.Ignore = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Score a model on labelled data: accuracy and calibration, or the errors of one that predicts quantities."""
+    """Score a model on labelled data: accuracy and calibration, or errors of a regression."""
     import shiftmend
 
     home = None if profile is None else shiftmend.Profile.load(profile)
     choice = choose_columns(label, classes, quantity, drop, where, home)
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std, choice)
     if given.labels is None:
-        raise DataError(f"{data} has no labels that can be used here: {LABELLED}")
+        raise DataError(f"Expected labels in {data}, got none that can be used. {LABELLED}.")
     scores = shiftmend.evaluate(
         net,
         (given.inputs, given.labels),
@@ -345,6 +358,6 @@ def evaluate(
 
 
 def scores_json(scores: Any) -> dict[str, Any]:
-    """Summarise scores for `--json`: all but the reliability bins, and classes and quantities where there are any."""
+    """Summarise scores for `--json`, without the reliability bins."""
     found = {name: value for name, value in vars(scores).items() if name != "reliability" and value != ()}
     return found | ({"quantities": [scores_json(one) for one in scores.quantities]} if "quantities" in found else {})

@@ -1,7 +1,7 @@
-"""The demo: real handwritten digits, rehearsed at home, then read behind four other devices, in about a minute.
+"""The demo: real handwritten digits, rehearsed at home, then read through four other devices, in about a minute.
 
-The network is the paper's, narrower. The digits ship with the package, so nothing is downloaded. The figures say what
-happens on this small problem, not how good the methods are elsewhere.
+The network is a narrower version of the paper's. The digits ship with the package, so nothing is downloaded. The
+figures show what happens on this small problem, not how good the methods are elsewhere.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from shiftmend.utils.progress import progress_bar
 from shiftmend.verification.estimate import Estimate
 
 PARTS = {"source": 7, "home": 5, "site": 6}
-"""Parts of the digits: to train and profile with, to rehearse with at home, and for the site."""
+"""Parts of the digits: for training and profiling, for the rehearsal at home, and for the site."""
 
 SOURCE_EPOCHS = 40
 CANDIDATES = ("match-moments", "adabn", "bufr")
-"""Candidates of the rehearsal, and so of every site. The untouched model is always one, too."""
+"""Candidates of the rehearsal and of every site, in addition to the untouched model."""
 UNTRAINED = ("match-moments", "adabn")
 """Candidates that set statistics and train no weights."""
 SHIFTS = 12
-"""Simulated devices of the rehearsal."""
+"""Number of simulated devices in the rehearsal."""
 WORKERS = 2
-"""Processes that rehearse."""
+"""Number of worker processes of the rehearsal."""
 SHOWN_DIGITS = 12
-"""Digits in the picture."""
+"""Number of digits in the picture."""
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """A device, and what it does to the digits."""
+    """A device, with an explanation of its effect on the digits."""
 
     shift: str
     title: str
@@ -80,18 +80,18 @@ EXPLANATION = """\
 
 @dataclass(frozen=True)
 class Row:
-    """One device: what was done, and the accuracy as estimated and as it is.
+    """One device: the chosen candidate, and its estimated and true accuracy.
 
     Attributes:
         device: Title of the lesson.
-        chosen: Candidate that was kept; `untouched` if the model was left alone.
-        reason: Why.
-        candidates: Everything that was tried.
-        estimated_before: Estimate of the model as it came.
+        chosen: Candidate that was kept; `untouched` if the model was not changed.
+        reason: Reason for the choice.
+        candidates: All candidates that were tried.
+        estimated_before: Estimate for the untouched model.
         estimated_after: Estimate of the returned model.
-        true_before: Accuracy by the labels, which a site does not have.
-        true_after: The same of the returned model.
-        seconds: Time that adapting took.
+        true_before: Accuracy from the labels, which a site does not have.
+        true_after: Accuracy of the returned model from the labels.
+        seconds: Duration of the adaptation in seconds.
     """
 
     device: str
@@ -106,7 +106,7 @@ class Row:
 
     @property
     def left_alone(self) -> bool:
-        """True if the model came back as it was."""
+        """True if the model was returned untouched."""
         return self.chosen == name_candidate(UNTOUCHED)
 
     def to_json(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def run(folder: Path, seed: int = 0, say: Callable[..., None] | None = None) -> 
     check_folder(folder)
     check_seed(seed)
     threads = torch.get_num_threads()
-    # On operations this small a second thread costs more than it gives.
+    # For operations this small, a second thread costs more than it gains.
     torch.set_num_threads(1)
     try:
         return _run(folder, seed, say)
@@ -250,11 +250,11 @@ def _rehearse(model: nn.Module, home: Split, profile: Profile, seed: int, bars: 
 
 @contextmanager
 def _start_workers() -> Iterator[Executor | None]:
-    """Start the processes that rehearse, with one thread each, unless one is enough. Ctrl-C drops waiting shifts."""
+    """Start the worker processes of the rehearsal, with one thread each. Ctrl-C drops waiting shifts."""
     if WORKERS == 1:
         yield None
         return
-    # Threads of PyTorch do not survive a fork.
+    # PyTorch's threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(WORKERS, context, initializer=torch.set_num_threads, initargs=(1,))
     try:
@@ -305,7 +305,7 @@ def _list_models(row: Row, before: nn.Module, after: nn.Module) -> list[tuple[st
 def _write_page(
     lesson: Lesson, model: nn.Module, images: Tensor, profile: Profile, result: Adaptation, path: Path
 ) -> None:
-    """Write the page that a site would get, which has no labels."""
+    """Write the page that a site would get, without labels."""
     from shiftmend import report
 
     title = f"The demo’s digit reader behind another device: {lesson.text}"
@@ -352,7 +352,7 @@ def _write(estimate: Estimate) -> str:
 
 
 def describe(row: Row) -> list[str]:
-    """Return what was done behind one device, in sentences that follow the outcome."""
+    """Describe the outcome for one device in sentences."""
     if not row.left_alone:
         said = [f"{row.chosen} was chosen of {', '.join(row.candidates)}: {row.reason}."]
         said += ["Nothing had to be trained."] if row.chosen in UNTRAINED else []
@@ -375,6 +375,6 @@ def describe(row: Row) -> list[str]:
 
 
 def _misses(estimate: Estimate, truth: float) -> bool:
-    """Return whether there is an interval that does not hold the truth."""
+    """Return whether there is an interval that does not contain the truth."""
     low, high = estimate.low, estimate.high
     return low is not None and high is not None and not low <= truth <= high

@@ -1,4 +1,4 @@
-"""The demo's model: the paper's network for digits with an eighth of its channels."""
+"""The model of the demo: the paper's network for digits with an eighth of its channels."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 class DigitReader(nn.Module):
     """Three strided convolutions and two linear layers, from `[N, 3, 28, 28]` in [-1, 1] to logits `[N, 10]`.
 
-    `shiftmend_taps` names the modules to watch and `shiftmend_blocks` the order of bottom-up training. Both are
-    optional: shiftmend finds taps and blocks by itself in a model that does not name them.
+    `shiftmend_taps` names the tapped modules, and `shiftmend_blocks` the order of bottom-up training. Both are
+    optional: shiftmend finds taps and blocks of a model without them.
     """
 
     shiftmend_taps: ClassVar[Mapping[str, str]] = {"features": "linear", "logits": "head"}

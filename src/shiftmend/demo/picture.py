@@ -1,4 +1,4 @@
-"""The demo's picture: what each device recorded, and what the model read before and after mending."""
+"""The picture of the demo: what each device recorded, and the predictions before and after adapting."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor
 
 from shiftmend.utils.files import said_where, write_atomically
 
-# Colours that every eye tells apart, and that differ in lightness in print.
+# Colours that are distinguishable with colour blindness and in greyscale print.
 RIGHT, WRONG = "#0072b2", "#d55e00"
 TITLE = "What four devices recorded, and what the model reads: bold blue is right, thin orange is wrong"
 SCALE = 3
-"""Pixels in the picture for one of an image."""
+"""Number of picture pixels per image pixel."""
 
 GAP, MARGIN, LABELS_WIDTH, LINE_HEIGHT, TITLE_HEIGHT = 6, 14, 400, 27, 44
-"""Pixels."""
+"""Sizes in pixels."""
 
 
 @dataclass(frozen=True, eq=False)
 class Strip:
-    """Images of one device with what was read in them.
+    """Images of one device with their predictions.
 
     Attributes:
         device: Name of the device.
         images: uint8 `[N, 1 or 3, H, W]`.
-        readings: Classes that were read, `[N]`, by the caption of their line.
+        readings: Predicted classes `[N]`, by the caption of their line.
     """
 
     device: str
@@ -37,11 +37,11 @@ class Strip:
 
 
 def draw(strips: Sequence[Strip], labels: Tensor, path: Path) -> None:
-    """Draw the images of each device and, under them, what was read.
+    """Draw the images of each device with the predictions below them.
 
     Args:
         strips: One for each device.
-        labels: The right classes `[N]`.
+        labels: True classes `[N]`.
         path: The PNG file to write.
     """
     from PIL import Image, ImageDraw, ImageFont

@@ -18,10 +18,10 @@ from shiftmend.distributed.collectives import all_sum, is_distributed, reduce_mo
 
 @contextmanager
 def synchronised(model: nn.Module) -> Iterator[None]:
-    """Let BatchNorm in training mode use the statistics over the batches of all processes, inside the block.
+    """Make BatchNorm in train mode use the statistics of all processes' batches inside the block.
 
     `nn.SyncBatchNorm` does the same on CUDA only, and would replace modules of the model. Here each layer keeps its own
-    forward; only its call of `functional.batch_norm` is replaced.
+    `forward`; only its call of `functional.batch_norm` is replaced.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)] if is_distributed() else []
     before = [(module, module.__dict__.get("forward")) for module in norms]
@@ -43,7 +43,7 @@ def _synchronised_forward(module: _BatchNorm, own: Callable[..., Any] | None) ->
             if own is not None:
                 return own(*inputs, **named)
             if isinstance(module, nn.SyncBatchNorm):
-                # Its own forward would synchronise a second time, and refuses the CPU.
+                # The layer's own forward would synchronise a second time, and does not support the CPU.
                 return _BatchNorm.forward(module, *inputs, **named)
             return type(module).forward(module, *inputs, **named)
 
@@ -51,7 +51,7 @@ def _synchronised_forward(module: _BatchNorm, own: Callable[..., Any] | None) ->
 
 
 class _ReplaceBatchNorm(TorchFunctionMode):
-    """A mode in which `functional.batch_norm` is the synchronised one."""
+    """A torch function mode that replaces `functional.batch_norm` by the synchronised version."""
 
     def __torch_function__(
         self,
@@ -78,7 +78,7 @@ def _batch_norm(
     if not training:
         return functional.batch_norm(values, running_mean, running_var, weight, bias, training, momentum, eps)
     with torch.no_grad():
-        # Half precision is too coarse for statistics, also under autocast.
+        # Half precision is too coarse for statistics, even under autocast.
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
         variance, mean = torch.var_mean(wide, _all_but_channels(values), correction=0)
         count = values.numel() // values.shape[1]
@@ -93,7 +93,7 @@ def _batch_norm(
 
 
 class _Normalise(torch.autograd.Function):
-    """BatchNorm with statistics that depend on the values of all processes; it keeps its input alone for backward."""
+    """Autograd function of BatchNorm with statistics over all processes; it saves only its input for backward."""
 
     @staticmethod
     def forward(
@@ -119,7 +119,7 @@ class _Normalise(torch.autograd.Function):
         to_weight = sums[1].to(weight.dtype) if weight is not None else None
         if not ctx.needs_input_grad[0]:
             return None, to_weight, to_bias, None, None, None
-        # A value moves the common mean and variance, and with them the results of every process.
+        # Each value affects the common mean and variance, and thus the results of all processes.
         through_mean, through_variance = all_sum(sums) / n
         scale = inverse if weight is None else inverse * weight
         to_values = gradient - normal.mul_(_per_channel(through_variance, values)) - _per_channel(through_mean, values)

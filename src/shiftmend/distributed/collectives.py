@@ -1,9 +1,9 @@
-"""Several processes that work as one: under `torchrun` they adapt as a single process would on the whole batches.
+"""Collectives: under `torchrun`, several processes adapt like a single one on the whole batches.
 
-Every process holds the same model and the same data, and runs its part of each batch. Whatever is computed from a batch
-(the statistics of BatchNorm, a histogram) is reduced over processes before it is used, and gradients are summed before
-a step, so that parameters and buffers stay equal everywhere. This happens inside of `all_processes()`, which every
-process enters. Outside of it, without a process group or in a group of one, every function here returns its input.
+Every process holds the same model and data, and runs its part of each batch. Everything computed from a batch
+(BatchNorm statistics, histograms) is reduced over processes before use, and gradients are summed before a step, so that
+parameters and buffers stay equal. This happens inside `all_processes()`, which every process enters. Outside of it,
+without a process group, or in a group of one, every function here returns its input.
 
 All gradients follow one rule: the quantity that is differentiated is the sum of the losses of all processes. A loss
 that was computed from reduced numbers is equal everywhere, and so is divided by `world_size()`: see `backward`.
@@ -27,9 +27,9 @@ from shiftmend.utils.processes import rank, world_size
 from shiftmend.utils.tensor_tree import Inputs, concatenate, sample_shape
 
 if dist.is_available():
-    # Optimisers import this module, and the defaults of its functions hold the process group of that moment. Imported
-    # here, while there is no group, they hold none; else the group outlives `destroy_process_group` with its threads,
-    # and a thread that needs Python at exit aborts the process.
+    # Optimisers import this module, whose default arguments capture the current process group. Imported here, before
+    # there is a group, they capture none. Otherwise the group, with its threads, would survive `destroy_process_group`,
+    # and a thread that needs Python at exit would abort the process.
     import torch.distributed.nn
 
 
@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 
 
 _depth = 0
-"""The number of open `all_processes()` blocks, in all threads."""
+"""Number of open `all_processes()` blocks, in all threads."""
 
 
 @contextmanager
 def all_processes() -> Iterator[None]:
-    """Let the processes work as one inside the block, which all of them must enter.
+    """Make the processes work as one inside the block, which all of them must enter.
 
     Outside the block each process works alone, so the first process may evaluate a model without the others. The state
     is a plain global rather than a context variable, because the backward pass on CUDA runs in other threads.
@@ -56,16 +56,16 @@ def all_processes() -> Iterator[None]:
 
 
 def is_distributed() -> bool:
-    """Tell whether this process currently works as one with others."""
+    """Tell whether this process currently works together with others."""
     return _depth > 0 and world_size() > 1
 
 
 @contextmanager
 def torchrun_process_group() -> Iterator[None]:
-    """Join the process group that `torchrun` has prepared, for the length of the block; do nothing without `torchrun`.
+    """Join the process group of `torchrun` inside the block; do nothing without `torchrun`.
 
-    Processes that are done wait for each other: if one leaves while another still works, `torchrun` may kill the other
-    before its files are written.
+    Finished processes wait for the others: if one exits early, `torchrun` may kill the others before their files are
+    written.
     """
     if not _lacks_process_group():
         yield
@@ -80,7 +80,7 @@ def torchrun_process_group() -> Iterator[None]:
 
 
 def warn_without_process_group() -> None:
-    """Warn where `torchrun` has started several processes that do not know of each other."""
+    """Warn if `torchrun` started several processes without a process group."""
     if _lacks_process_group():
         logger.warning(
             "WORLD_SIZE is %s, but there is no process group, so each process does all the work. Call "
@@ -104,8 +104,8 @@ def local_part(batch: Inputs) -> Inputs:
         return batch
     if len(batch) < world_size():
         raise AdaptationError(
-            f"a batch of {len(batch)} cannot be shared by {world_size()} processes, each of which needs at least one "
-            "sample; use larger batches or fewer processes"
+            f"Expected at least one sample for each of {world_size()} processes, got a batch of {len(batch)}. Use "
+            "larger batches or fewer processes."
         )
     return batch.tensor_split(world_size())[rank()]
 
@@ -168,7 +168,7 @@ def all_gather(values: Tensor) -> Tensor:
 
 
 def reduce_range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the lowest and the highest value `[D]` over processes. NaN stays NaN; `all_reduce` does not promise that."""
+    """Find the lowest and highest value `[D]` over processes. NaN is preserved, unlike with `all_reduce`."""
     every = all_gather(torch.stack([low, high]))
     return every[:, 0].amin(0), every[:, 1].amax(0)
 
@@ -176,8 +176,8 @@ def reduce_range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 def reduce_moments(count: int, mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute count, mean `[D]` and sum of squared deviations `[D]` over processes, in float64.
 
-    Moments are merged in the order of ranks, so all processes get the same bits. Merging deviations instead of sums of
-    squares loses no digits if the mean is large.
+    Moments are merged in the order of ranks, so that all processes get bitwise equal results. Merging deviations
+    instead of sums of squares keeps digits if the mean is large.
     """
     units = len(mean)
     wide = torch.float64
@@ -205,9 +205,9 @@ def backward(loss: Tensor, parameters: Iterable[Tensor]) -> None:
 
 
 def sum_gradients(parameters: Iterable[Tensor]) -> None:
-    """Sum gradients over processes in place, with one exchange for each type and device.
+    """Sum gradients over processes in place, with one exchange per dtype and device.
 
-    Parameters without a gradient are left out. They have none in the other processes either, which run the same
+    Parameters without a gradient are skipped. They have none in the other processes either, which run the same
     operations.
     """
     if not is_distributed():
@@ -228,7 +228,7 @@ def sum_gradients(parameters: Iterable[Tensor]) -> None:
 def check_same(digest: str, what: str, device: torch.device | None = None) -> None:
     """Raise in all processes if `digest` differs between them, because their results would be mixed silently.
 
-    `device` is where the work will be done; the process group must be able to exchange tensors there.
+    `device` is the device of the work, on which the process group must be able to exchange tensors.
     """
     with all_processes():
         if not is_distributed():
@@ -239,8 +239,8 @@ def check_same(digest: str, what: str, device: torch.device | None = None) -> No
     others = [index for index, same in enumerate((every == every[0]).all(1).tolist()) if not same]
     if others:
         raise AdaptationError(
-            f"the {what} of process {', '.join(map(str, others))} differs from that of process 0; give every process "
-            "the same model and the same data, in the same order"
+            f"Expected the same {what} in every process, got another in process {', '.join(map(str, others))}. Pass "
+            "every process the same data in the same order."
         )
 
 
@@ -249,6 +249,6 @@ def _check_backend(device_type: str) -> None:
     backends = dict(entry.split(":", 1) for entry in dist.get_backend_config().split(","))
     if device_type not in backends:
         raise AdaptationError(
-            f"the process group ({dist.get_backend()}) cannot exchange tensors on {device_type}; initialise it with "
-            "'gloo' to work on the CPU and with 'nccl' to work on CUDA"
+            f"Expected a process group that exchanges tensors on {device_type}, got {dist.get_backend()}. Use 'gloo' "
+            "for the CPU and 'nccl' for CUDA."
         )

@@ -1,1 +1,1 @@
-"""Training: methods as an interface, steps, epochs, checkpoints."""
+"""Training: the interface of methods, steps, epochs, checkpoints."""

@@ -1,8 +1,8 @@
 """Choose batches that fit into the memory of a GPU, once and before the first step.
 
-Nobody who passes data without a batch size wants a run to fail because of the default. So one training step is tried,
-and batches are halved until that step fits. What a run has decided stays: a checkpoint stores the size, and a resumed
-run takes it from there, whatever memory is free by then.
+A run should not fail because of the default batch size. So one training step is tried, and batches are halved until
+that step fits. The decision is final: a checkpoint stores the size, and a resumed run uses the stored size, whatever
+memory is free then.
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
 
 Step = Callable[[Inputs], None]
-"""A training step on one batch, which leaves no trace in the model."""
+"""A training step on one batch that leaves the model unchanged."""
 
 MAX_RESERVED_SHARE = 0.25
-"""Share of the GPU memory that torch may use, up to which a trial step may leave memory reserved. More is given back:
-a CUDA graph cannot use what another stream has, and a large block that holds a small tensor cannot be used again."""
+"""Largest share of torch's GPU memory that a trial step may leave reserved. More is released, because a CUDA graph
+cannot use memory of another stream, and a large block with a small tensor in it cannot be reused."""
 
 
 def can_run_out(device: torch.device) -> bool:
-    """Tell whether a step may run out of the memory of a device without ending the process, as on CUDA."""
+    """Tell whether a step on a device may run out of memory without ending the process, as on CUDA."""
     return device.type == "cuda"
 
 
 def fit_batch_size(feed: Feed, step: Step, smallest: int = 1) -> int:
-    """Halve the batches of a feed until a training step fits into memory; do nothing where a size was given.
+    """Halve the batches of a feed until a training step fits into memory, unless a batch size was given.
 
-    A warning says so. Several processes keep the size that they have, since each knows of its own memory only.
+    A warning is logged if batches are halved. In a process group the size is kept, because each process knows only its
+    own memory.
 
     Args:
         feed: The target data. Its batch size is changed.
         step: One training step, from `make_trial_step`.
-        smallest: Samples that a batch must hold.
+        smallest: Smallest number of samples in a batch.
 
     Returns:
         The batch size of the feed.
@@ -65,8 +66,8 @@ def fit_batch_size(feed: Feed, step: Step, smallest: int = 1) -> int:
     while not _fits(step, feed, size):
         if size // 2 < max(1, smallest):
             raise AdaptationError(
-                f"Expected memory for a training step on {feed.device}, got too little for a batch of {size}. Try "
-                "autocast=True, smaller inputs, or device='cpu'"
+                f"Expected enough memory on {feed.device} for a training step, got too little for a batch of {size}. "
+                "Try autocast=True, smaller inputs, or device='cpu'."
             )
         size //= 2
     if size < wanted:
@@ -88,13 +89,13 @@ def make_trial_step(
     taps: Mapping[str, Tap],
     precision: Precision,
 ) -> Step:
-    """Return a step that needs as much memory as the largest one of a run, and changes nothing.
+    """Make a step that needs as much memory as the largest step of a run, and changes nothing.
 
     Args:
-        model: The model that is adapted.
+        model: The model to adapt.
         profile: The source's profile, on the device.
         method: The method.
-        stages: Its stages; the one that trains the most values is tried.
+        stages: The stages of the method; the step uses the stage with the most trained values.
         taps: Taps whose activations the objective reads.
         precision: A context manager for the forward pass.
     """
@@ -117,10 +118,10 @@ def make_trial_step(
             activations = recorder.read()
             if not trains:
                 return
-            # Momentum, or what another optimiser keeps of each parameter.
+            # The optimiser's state per parameter, such as momentum.
             state = [torch.empty_like(parameter) for parameter in trained]
             if method.by_sample:
-                # What such a method knows of each sample is found out later, by a pass over all of them.
+                # The real targets are computed later, by a pass over all samples.
                 total = torch.stack([values.float().sum() for values in activations.values()]).sum()
             else:
                 objective = method.objective(profile, batch.device)
@@ -140,7 +141,7 @@ def _fits(step: Step, feed: Feed, size: int) -> bool:
         fits = False
     else:
         fits = True
-    # Not inside `except`: the error holds the tensors of the step.
+    # Outside of `except`, because the exception refers to the tensors of the step.
     if feed.device.type == "cuda":
         _, total = torch.cuda.mem_get_info(feed.device)
         allowed = torch.cuda.get_per_process_memory_fraction(feed.device) * total
@@ -151,7 +152,7 @@ def _fits(step: Step, feed: Feed, size: int) -> bool:
 
 @contextmanager
 def _undo(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore values, modes, gradients and flags of a model afterwards, and the generators of random numbers."""
+    """Restore values, modes, gradients and flags of a model afterwards, and all random number generators."""
     flags = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
     before = snapshot(model)
     devices = [device] if device.type == "cuda" else []

@@ -28,16 +28,16 @@ from shiftmend.utils.json import loads
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after a whole epoch.
+    """The state of a run after a complete epoch.
 
     Attributes:
         stage: Index of the stage.
-        epoch: Epochs of that stage that are done.
-        history: Rows so far.
+        epoch: Number of finished epochs of that stage.
+        history: Rows of the history so far.
         model: Weights and buffers by name.
-        optimiser: State of the optimiser by parameter, then by entry.
-        selected: State of the epoch that would be kept, where that is wanted.
-        search: Search for the learning rate, where there was one.
+        optimiser: State of the optimiser by parameter name, then by entry.
+        selected: State of the selected epoch, if it should be kept.
+        search: Search for the learning rate, if there was one.
     """
 
     stage: int
@@ -50,25 +50,27 @@ class Checkpoint:
 
 
 def check_place(path: Path) -> None:
-    """Raise if a checkpoint cannot be written to this path, before an epoch is spent."""
+    """Raise if a checkpoint cannot be written to this path, before training begins."""
     target = _resolve(path)
     try:
         if path.is_dir():
-            raise AdaptationError(f"checkpoint {path} is a folder, expected the name of a file in it")
+            raise AdaptationError(f"Expected the checkpoint to be a file, got the folder {path}. Name a file in it.")
         if is_special(path):
-            raise AdaptationError(f"checkpoint {path} is a device or a pipe, expected the name of a file")
+            raise AdaptationError(
+                f"Expected the checkpoint to be a file, got {path}, a device or a pipe. Name another file."
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(target.parent, os.W_OK):
             raise PermissionError(13, "no permission to write there")
     except OSError as error:
-        raise AdaptationError(f"checkpoint {path} cannot be written ({error.strerror}); name another file") from error
+        raise AdaptationError(f"Checkpoint {path} cannot be written ({error.strerror}). Name another file.") from error
 
 
 @contextmanager
 def lock(path: Path) -> Iterator[bool]:
     """Hold the lock of a checkpoint; yield False if another run has it.
 
-    What a killed process left half written beside the checkpoint is deleted.
+    Partly written files of a killed process are deleted.
     """
     check_place(path)
     target = _resolve(path)
@@ -78,16 +80,16 @@ def lock(path: Path) -> Iterator[bool]:
 
 
 def _resolve(path: Path) -> Path:
-    return Path(os.path.realpath(path))  # As `replacing` does: a link stays a link.
+    return Path(os.path.realpath(path))  # A link stays a link, as with `replacing`.
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise if the model holds numbers that a checkpoint cannot; complex ones are written as pairs."""
+    """Raise if the model has tensors that a checkpoint cannot store; complex tensors are stored as pairs."""
     check_types({name: value for name, value in named_tensors(model).items() if not value.is_complex()})
 
 
 def identify(facts: dict[str, Any]) -> str:
-    """Return a short name for everything that decides how a run goes."""
+    """Hash everything that determines a run."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -104,7 +106,7 @@ def save(
     batch_size: int | None = None,
     search: dict[str, Any] | None = None,
 ) -> None:
-    """Write the state of a run, atomically; `fits` is for `data_fits`, and `batch_size` for `stored_batch_size`."""
+    """Write the state of a run atomically; `data_fits` reads `fits`, and `stored_batch_size` reads `batch_size`."""
     tensors = {f"model.{name}": value.cpu() for name, value in named_tensors(model).items()}
     tensors |= {f"selected.{name}": value.cpu() for name, value in (selected or {}).items()}
     numbers: dict[str, dict[str, Any]] = {}
@@ -116,7 +118,7 @@ def save(
                     tensors[f"optimiser.{entry}.{names[parameter]}"] = value.cpu()
                 else:
                     numbers.setdefault(names[parameter], {})[entry] = value
-    pairs = [name for name, value in tensors.items() if value.is_complex()]  # A file holds complex64 alone.
+    pairs = [name for name, value in tensors.items() if value.is_complex()]  # Files hold complex64 only.
     tensors |= {name: torch.view_as_real(tensors[name].resolve_conj()) for name in pairs}
     facts = {"run": run, "stage": stage, "epoch": epoch, "history": [row.to_json() for row in history]}
     facts |= {"pairs": pairs, "fits": fits, "batch_size": batch_size, "optimiser": numbers, "search": search}
@@ -128,7 +130,7 @@ def save(
 
 
 def data_fits(*paths: str | os.PathLike[str] | None) -> bool | None:
-    """Return whether the data of runs with these checkpoints fitted into memory; None if that was never asked."""
+    """Return whether the data of runs with these checkpoints fitted into memory; None if unknown."""
     fits = _read_fact("fits", paths)
     return None if fits is None else bool(fits)
 
@@ -168,7 +170,7 @@ def load(path: Path, run: str) -> Checkpoint | None:
             sealing.check(content)
         with safetensors.safe_open(path, framework="pt") as file:
             facts = loads(file.metadata()["facts"])
-            # Copies, because the file stays mapped with what it gives, and Windows replaces no mapped file.
+            # Tensors are copied, because the file stays mapped otherwise, and Windows cannot replace a mapped file.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
         found = str(facts["run"])
         history = read_history(facts["history"])
@@ -202,10 +204,10 @@ def _refuse(path: Path, reason: object) -> AdaptationError:
 
 
 def check_fits(found: Checkpoint, path: Path, model: nn.Module, stages: Sequence[str]) -> None:
-    """Refuse a checkpoint that no run of this model with these stages has written, before anything is restored.
+    """Refuse a checkpoint that does not fit the model and its stages, before anything is restored.
 
     Raises:
-        AdaptationError: If names, shapes or types of tensors differ, or the history does not lead to the position.
+        AdaptationError: If names, shapes or types of tensors differ, or the history does not fit the position.
     """
     own = named_tensors(model)
     if found.model.keys() != own.keys():
@@ -213,13 +215,13 @@ def check_fits(found: Checkpoint, path: Path, model: nn.Module, stages: Sequence
     parameters = dict(model.named_parameters())
     for group in (found.model, found.selected):
         for name, value in group.items():
-            # Some layers put a buffer of another size in the place of their own.
+            # Some layers replace a buffer by one of another size.
             same = name in own and (value.shape == own[name].shape or name not in parameters)
             if not same or value.dtype != own[name].dtype:
                 raise _refuse(path, f"tensor {name!r} is not of this model")
     for name, entries in found.optimiser.items():
         for entry, value in entries.items():
-            # Some optimisers keep a row or a column in place of a matrix.
+            # Some optimisers store a row or a column instead of a matrix.
             if name not in parameters or (isinstance(value, Tensor) and not _spreads_over(value, parameters[name])):
                 raise _refuse(path, f"the optimiser's {entry!r} of {name!r} is not of this model")
     blocks = [row.block for row in found.history[1:]]
@@ -229,13 +231,13 @@ def check_fits(found: Checkpoint, path: Path, model: nn.Module, stages: Sequence
 
 
 def _spreads_over(value: Tensor, parameter: Tensor) -> bool:
-    """Tell whether a tensor has the shape of a parameter, or one that is broadcast to it."""
+    """Tell whether a tensor has the shape of a parameter, or can be broadcast to it."""
     sides = zip(reversed(value.shape), reversed(parameter.shape), strict=False)
     return value.ndim <= parameter.ndim and all(side in (1, whole) for side, whole in sides)
 
 
 def restore_optimiser(optimiser: optim.Optimizer, model: nn.Module, state: dict[str, dict[str, Any]]) -> None:
-    """Give an optimiser back its state from a checkpoint of this model."""
+    """Restore the state of an optimiser from a checkpoint of this model."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
     stored = {index: state[names[p]] for index, p in enumerate(parameters) if names[p] in state}
@@ -243,7 +245,7 @@ def restore_optimiser(optimiser: optim.Optimizer, model: nn.Module, state: dict[
     for parameter, entries in optimiser.state.items():
         for name, value in entries.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
-                # Lay the entry out as the parameter, so that a resumed run takes the same kernels.
+                # The same memory layout as the parameter makes a resumed run use the same kernels.
                 entries[name] = torch.empty_like(parameter, requires_grad=False, dtype=value.dtype).copy_(value)
 
 

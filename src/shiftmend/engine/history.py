@@ -1,9 +1,8 @@
-"""The history of a run, and the choice without labels of the epoch to keep.
+"""The history of a run, and the label-free choice of the epoch to keep.
 
-The loss that was optimised never judges. The judge is the divergence of the verification slices, which no method
-minimises. Where several epochs are as good as the best by that measure, the lower entropy of the predictions decides,
-unless the method minimises entropy itself, so that entropy says nothing. Stages that refine a restored model have a
-rule of their own.
+The optimised loss never judges. The criterion is the divergence of the verification slices, which no method minimises.
+If several epochs are about as good by it, the one with the lowest entropy of predictions is kept, unless the method
+minimises entropy itself. Stages that refine a restored model have a rule of their own.
 """
 
 from __future__ import annotations
@@ -14,33 +13,33 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CLOSE = 0.15
-"""A schedule that ends by itself keeps the latest epoch whose slices exceed the lowest by no more than this
-share. Such a schedule stops before it harms, so a later epoch is the better one unless the slices speak against it."""
+"""With `epochs="auto"`, the latest epoch is kept whose slices exceed the lowest by at most this fraction. Such a
+schedule stops before it does harm, so later epochs are better unless the slices say otherwise."""
 
 TIE = 0.1
-"""Slices that exceed the lowest by no more than this share of it count as equally good."""
+"""Slices that exceed the lowest by at most this fraction count as equally good."""
 
 MAX_REFINED_RATIO = 2.0
-"""Slices after refining, as a multiple of those before, up to which refining counts as harmless."""
+"""Largest ratio of the slices after and before refining at which refining counts as harmless."""
 
 _STORED_FIRST = ("epoch", "block", "learning_rate", "losses", "verification", "seconds", "steps")
 _STORED_SIGNALS = ("marginals", "entropy", "confidence")
-"""Signals that every stored row has, as null where they could not be measured."""
+"""Signals that every stored row has; null if they could not be measured."""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """One row of the history; row 0 is the model before anything was done.
+    """One row of the history; row 0 is the untouched model.
 
-    In a schedule that ends by itself, a row is a round of steps (`engine/schedule.py`).
+    With `epochs="auto"`, a row is a round of steps (`engine/schedule.py`).
 
     Attributes:
         epoch: Number of the epoch or round.
         block: Name of the stage that the epoch belongs to.
         learning_rate: Learning rate of the stage.
-        losses: Mean over the epoch's batches of each term that was minimised, by tap.
-        seconds: Time that the epoch took.
-        steps: Training steps so far; None in a file of before they were counted.
+        losses: Mean of each term of the loss over the epoch's batches, by tap.
+        seconds: Duration of the epoch in seconds.
+        steps: Number of training steps so far; None in files of earlier versions.
         signals: Label-free signals after the epoch, in eval mode, by name (see `verification/signals.py`).
     """
 
@@ -63,7 +62,7 @@ class Epoch:
         return self.signals.get("slices")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row as stored in files: flat, the slices under the name `verification`."""
+        """Return the row as JSON: a flat dict, with the slices under the name `verification`."""
         signals = {name: value for name, value in self.signals.items() if name != "slices"}
         return {
             "epoch": self.epoch,
@@ -91,10 +90,10 @@ class Epoch:
 
 
 def read_history(rows: Any) -> list[Epoch]:
-    """Read the rows of a stored history, from the model before anything was done to the last epoch.
+    """Read the rows of a stored history, from the untouched model to the last epoch.
 
     Raises:
-        ValueError: If something is missing, of another type, or out of order.
+        ValueError: If something is missing, has another type, or is out of order.
     """
     needed = {"epoch", "block", "learning_rate", "losses", "verification", "seconds"}
     fits = isinstance(rows, list) and all(
@@ -118,23 +117,23 @@ def read_history(rows: Any) -> list[Epoch]:
 
 
 def _is_number(value: Any) -> bool:
-    """Tell whether a value is a number of at most 64 bits, perhaps infinite or NaN; True and False are not."""
+    """Tell whether a value is a number of at most 64 bits, including infinity and NaN but not bool."""
     return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
 
 
 class Choice:
-    """A running choice among epochs: `consider` looks at one after the other and remembers the one to keep.
+    """A running choice among epochs: `consider` is called with each epoch and remembers the best.
 
     Only one state is stored, so a rejected epoch cannot be chosen later. The slices of the kept epoch never exceed the
-    lowest ones by more than the share `TIE`, or `CLOSE`, however long the run is.
+    lowest by more than the fraction `TIE`, or `CLOSE`, however long the run is.
 
-    A stage that refines improves predictions at the price of slightly worse slices. Its latest epoch is kept, unless
-    the slices exceed `MAX_REFINED_RATIO` times those before refining.
+    A refining stage improves predictions at the cost of slightly worse slices. Its latest epoch is kept, unless the
+    slices exceed `MAX_REFINED_RATIO` times those before refining.
 
     Args:
-        entropy_may_decide: Whether the lower entropy decides between epochs with close slices.
-        latest: Whether the latest of several epochs with close slices is kept, whatever its entropy.
-        refining: Names of stages that refine.
+        entropy_may_decide: Whether the lower entropy decides between epochs with similar slices.
+        latest: Whether the latest of several epochs with similar slices is kept, whatever its entropy.
+        refining: Names of the refining stages.
     """
 
     def __init__(self, *, entropy_may_decide: bool, latest: bool = False, refining: Iterable[str] = ()) -> None:
@@ -144,7 +143,7 @@ class Choice:
         self._restored: float | None = None
 
     def consider(self, row: Epoch) -> bool:
-        """Return whether this epoch is now the one to keep. Without a profile, the latest epoch is always kept."""
+        """Return whether this epoch becomes the one to keep. Without a profile, the latest epoch is always kept."""
         if row.block in self.refining:
             better = self._is_harmless(row)
         else:
@@ -157,7 +156,7 @@ class Choice:
         return better
 
     def _is_harmless(self, row: Epoch) -> bool:
-        """Return whether refining has left the slices about as good as they were before."""
+        """Return whether refining has left the slices about as good as before."""
         if self.kept is None or self.kept.verification is None:
             return True
         if self._restored is None:
@@ -171,7 +170,7 @@ class Choice:
             return True
         if row.verification is None or not math.isfinite(row.verification):
             return False
-        if not math.isfinite(self.kept.verification):  # Kept only because nothing better was there yet.
+        if not math.isfinite(self.kept.verification):  # The epoch was kept only because there was no better one yet.
             return True
         if self.latest:
             return row.verification <= min(self._lowest, row.verification) * (1 + CLOSE)
@@ -187,7 +186,7 @@ class Choice:
 
 
 def choose(rows: Iterable[Epoch], *, entropy_may_decide: bool) -> int:
-    """Return the position of the row to keep; rows are epochs of one run, or the kept epochs of several runs."""
+    """Return the index of the row to keep; rows are epochs of one run, or the kept epochs of several runs."""
     choice = Choice(entropy_may_decide=entropy_may_decide)
     kept = -1
     for position, row in enumerate(rows):

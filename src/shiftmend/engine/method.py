@@ -1,7 +1,7 @@
 """The interface of a method: what it trains, in which order, and its loss on a batch of activations.
 
-A method may be anybody's own. The second half of this module checks what a method returns before it is used: without
-that, a misspelt parameter would train nothing, and the result would look like any other.
+Users may write their own methods. The second half of this module checks what a method returns before it is used:
+otherwise a misspelt parameter name would train nothing, and the result would look like any other.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
 
 AUTO: Literal["auto"] = "auto"
-"""A number of epochs that the run finds by itself."""
+"""Number of epochs that the run determines by itself."""
 Epochs = int | Literal["auto"]
 
 Activations = Mapping[str, Tensor]
 """Activations `[samples, units]` of one batch, by tap."""
 Objective = Callable[[Activations], dict[str, Tensor]]
-"""Turns the activations of one batch into named terms, whose sum is minimised."""
+"""Function from the activations of one batch to named terms, whose sum is minimised."""
 ReadActivations = Callable[[Mapping[str, Tap]], dict[str, Tensor]]
-"""Runs the model over the whole target in eval mode and returns what the taps saw, in the order of the samples."""
+"""Function that runs the model over the whole target in eval mode and returns the activations at taps, in order of
+samples."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,12 @@ class Network:
 
     @property
     def below_features(self) -> tuple[str, ...]:
-        """Names of the parameters of all blocks: everything but the classifier."""
+        """Names of the parameters of all blocks: everything except the classifier."""
         return tuple(name for block in self.blocks for name in block.parameters)
 
     @property
     def below_head(self) -> tuple[str, ...]:
-        """Names of all parameters outside the last layer, without those that the last layer shares with others."""
+        """Names of all parameters outside the last layer, except those that it shares with other layers."""
         every = self.model.named_parameters(remove_duplicate=False)
         of_head = {id(parameter) for name, parameter in every if name.startswith(f"{self.head}.")}
         return tuple(
@@ -75,38 +76,38 @@ class Network:
 
     @property
     def embedding(self) -> Tap:
-        """The tap where classes form clusters: `shiftmend_embedding` of the model, or the input of its head."""
+        """Tap at which classes form clusters: `shiftmend_embedding` of the model, or the input of its head."""
         return Tap.parse("embedding", getattr(self.model, "shiftmend_embedding", f"{self.head}:input"))
 
     @property
     def layerwise(self) -> bool:
-        """True if every block is a single layer, as in the paper's CNN; in a ResNet a block is a stage."""
+        """True if every block is a single layer, as in the paper's CNN; in a ResNet, a block is a stage."""
         return all(block.layers <= 1 for block in self.blocks)
 
     @property
     def batch_normalised(self) -> bool:
-        """True if the model has BatchNorm, which undoes what large steps do to the scale of a layer."""
+        """True if the model has BatchNorm, which makes layers insensitive to their scale."""
         return any(isinstance(module, _BatchNorm) for module in self.model.modules())
 
     def published(self, name: str) -> float | None:
-        """Return the learning rate published for this very network, which it carries in `shiftmend_rates`."""
+        """Return the learning rate published for this network, from its attribute `shiftmend_rates`."""
         rates: Mapping[str, float] = getattr(self.model, "shiftmend_rates", {})
         return rates.get(name)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of training in which the same parameters are trained.
+    """A part of training with a fixed set of trained parameters.
 
     Attributes:
         name: Name of the stage in histories and messages.
-        epochs: Epochs of the stage, or the most that it may have if it settles.
+        epochs: Number of epochs; the largest number if the stage settles.
         learning_rate: Learning rate of the optimiser.
-        parameters: Names of the trained parameters. Without any, batches only run forward.
+        parameters: Names of the trained parameters. If there are none, batches only run forward.
         weight_decay: Weight decay of the optimiser.
-        settles: Whether the stage ends by itself as soon as its loss no longer falls (see `engine/schedule.py`).
-        searches: Whether the learning rate is only a guess, from which a better one is searched before the first stage
-            (see `engine/rate_search.py`). The rates of later stages change by the same factor.
+        settles: Whether the stage ends as soon as its loss stops falling (see `engine/schedule.py`).
+        searches: Whether the learning rate is only a starting point for a search before the first stage (see
+            `engine/rate_search.py`). The rates of later stages are scaled by the same factor.
     """
 
     name: str
@@ -120,60 +121,60 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One way to adapt. Subclasses are frozen dataclasses, whose fields are the hyper-parameters."""
+    """Base class of methods. Subclasses are frozen dataclasses, whose fields are the hyper-parameters."""
 
     name: ClassVar[str]
     adapts: ClassVar[bool] = True
-    """Whether the method changes the model; False for the untouched model that others are compared with."""
+    """Whether the method changes the model; False for the untouched baseline."""
     trains: ClassVar[bool] = True
-    """Whether gradients are involved; a method without them takes any model."""
+    """Whether the method uses gradients; a method without gradients accepts any model."""
     needs_profile: ClassVar[bool] = False
     needs_covariance: ClassVar[bool] = False
     """Whether the profile must hold the covariance of the features (`gaussian="full"`)."""
     momentum: ClassVar[float] = 0.9
     online: ClassVar[bool] = True
-    """Whether the method can learn from a stream: one stage, and nothing to know of the samples beforehand."""
+    """Whether the method supports streams: it has one stage and needs no pass over all samples beforehand."""
     by_sample: ClassVar[bool] = False
-    """Whether the loss reads `activations["targets"]`, one entry a sample; see `targets`."""
+    """Whether the loss reads `activations["targets"]`, one entry per sample; see `targets`."""
     several_processes: ClassVar[bool] = False
-    """Whether several processes may adapt together: the loss joins what they compute from their shares of a batch."""
+    """Whether several processes may adapt together, because the loss combines results of all parts of a batch."""
     takes_labels: ClassVar[bool] = False
     reads_inputs: ClassVar[bool] = False
-    """Whether the method adapts in one pass over the inputs, without steps; see `begin` and `adapt_to_inputs`."""
+    """Whether the method adapts in one pass over the inputs without training; see `begin` and `adapt_to_inputs`."""
     frees_shares: ClassVar[bool] = False
-    """Whether classes may have other shares at the target. The result is then compared with home as home would be with
-    the shares that the model finds there."""
+    """Whether the method allows other class shares at the target. Its result is then compared with home reweighted to
+    the shares that the model predicts there."""
     maps_inputs: ClassVar[bool] = False
-    """Whether the method maps the inputs themselves, which have to be one tensor."""
+    """Whether the method maps the inputs, which must then be one tensor."""
     dropout: ClassVar[bool] = False
-    """Whether dropout is on during training; on a stream it is always off."""
+    """Whether dropout is active during training; on a stream it never is."""
     minimises_entropy: ClassVar[bool] = False
-    """Whether the method makes predictions certain by itself, so that their certainty says nothing about success."""
+    """Whether the method makes predictions confident by itself, so that confidence does not indicate success."""
     slow: ClassVar[bool] = False
     """Whether a quick rehearsal leaves the method out."""
     bottom_up: ClassVar[bool] = False
     """Whether the method restores the lowest layers first."""
     refining: ClassVar[tuple[str, ...]] = ()
-    """Names of stages that refine what earlier ones restored. They may move the features a little away from home, so
+    """Names of stages that refine what earlier ones restored. They may move the features slightly away from home, so
     the verification slices do not choose among their epochs; see `history.Choice`."""
 
     def __post_init__(self) -> None:
-        """Turn numbers of numpy into Python's, which can be written into a manifest."""
+        """Convert NumPy numbers to Python numbers, which can be written into a manifest."""
         for entry in fields(self):
             value = getattr(self, entry.name)
             if isinstance(value, np.generic):
                 object.__setattr__(self, entry.name, value.item())
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
-        """Return what to train, in order; an empty list leaves the model as it is."""
+        """Return the stages of training, in order; an empty list leaves the model untouched."""
         raise NotImplementedError
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective | None:
-        """Return the loss, ready on the device; None for methods that only run forward."""
+        """Return the loss function for a device; None for methods that only run forward."""
         return None
 
     def objective_of(self, stage: Stage, profile: Profile | None, device: torch.device) -> Objective | None:
-        """Return the loss of a stage. Override this where stages differ in their loss."""
+        """Return the loss function of a stage. Override this if stages differ in their loss."""
         return self.objective(profile, device)
 
     def taps(self, profile: Profile | None) -> tuple[str, ...]:
@@ -181,22 +182,22 @@ class Method:
         return ()
 
     def smallest_batch(self, profile: Profile | None) -> int:
-        """Return the number of inputs that a batch must hold for the loss to mean anything."""
+        """Return the smallest number of inputs in a batch for which the loss is meaningful."""
         return 1
 
     def targets(self, network: Network, read: ReadActivations) -> Tensor:
-        """Return one entry a sample, made anew before each epoch; only for methods that are `by_sample`."""
+        """Return one entry per sample, computed before each epoch; only for methods with `by_sample`."""
         raise NotImplementedError
 
     def begin(self, model: nn.Module, sample: Inputs, profile: Profile | None) -> None:
-        """Add to the model what `adapt_to_inputs` will fill, without an effect yet; `sample` is a small batch."""
+        """Add the buffers that `adapt_to_inputs` will set, without an effect yet; `sample` is a small batch."""
 
     def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Inputs], profile: Profile | None) -> None:
         """Change the model in place after a pass over all inputs; only for methods with `reads_inputs`."""
         raise NotImplementedError
 
     def make_optimiser(self, parameters: list[nn.Parameter], stage: Stage) -> optim.Optimizer:
-        """Return the optimiser of a stage: SGD with momentum. Override this to use another one of `torch.optim`."""
+        """Return the optimiser of a stage: SGD with momentum. Override this for another optimiser of `torch.optim`."""
         fused = all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters)
         return optim.SGD(
             parameters,
@@ -208,18 +209,18 @@ class Method:
 
     @contextmanager
     def prepared(self, model: nn.Module) -> Iterator[None]:
-        """Change the model for the length of the adaptation, beyond what is trained; not used on a stream."""
+        """Change the model for the duration of the adaptation, beyond training; not used on a stream."""
         yield
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return what goes into the manifest."""
+        """Return the hyper-parameters for the manifest."""
         return asdict(self) | {"momentum": self.momentum}
 
 
 def has_one_sample_per_input(names: Iterable[str], profile: Profile | None) -> bool:
-    """Return whether one of the taps gives one sample an input, so that a single input has no distribution.
+    """Return whether one of the taps gives one sample per input, so that a single input has no distribution.
 
-    In a feature map each position is a sample, and one image may be enough.
+    In a feature map, each position is a sample, and one image may be enough.
     """
     return profile is not None and any(
         profile.taps[name].samples == profile.inputs_seen for name in names if name in profile.taps
@@ -227,26 +228,26 @@ def has_one_sample_per_input(names: Iterable[str], profile: Profile | None) -> b
 
 
 def check_epochs(value: int | str, what: str, *, may_settle: bool = False) -> None:
-    """Raise unless a value is a whole number of at least 1, or `"auto"` where a schedule may end by itself."""
+    """Raise unless a value is a whole number of at least 1, or `"auto"` if the stage may settle."""
     if may_settle and value == AUTO:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         other = f" or {AUTO!r}" if may_settle else ""
-        raise AdaptationError(f"{what} must be a whole number of at least 1{other}, got {value!r}")
+        raise AdaptationError(f"Expected {what} to be a whole number of at least 1{other}, got {value!r}.")
 
 
 def check_positive(value: Any, what: str, *, optional: bool = False) -> None:
-    """Raise unless a value is a positive, finite number, or None where that is allowed."""
+    """Raise unless a value is a positive, finite number, or None if `optional`."""
     if optional and value is None:
         return
     if not (is_real(value) and 0 < value < float("inf")):
-        raise AdaptationError(f"{what} must be a positive number, got {value!r}")
+        raise AdaptationError(f"Expected {what} to be a positive number, got {value!r}.")
 
 
 def check_decay(value: Any, what: str) -> None:
     """Raise unless a value is a finite number of at least 0."""
     if not (is_real(value) and 0 <= value < float("inf")):
-        raise AdaptationError(f"{what} must be a number of at least 0, got {value!r}")
+        raise AdaptationError(f"Expected {what} to be a number of at least 0, got {value!r}.")
 
 
 def describe_method(method: Method) -> dict[str, Any]:
@@ -254,32 +255,34 @@ def describe_method(method: Method) -> dict[str, Any]:
     name: Any = getattr(method, "name", None)
     if not isinstance(name, str) or not name:
         raise AdaptationError(
-            f'the class {type(method).__name__} has no name; give it one: name: ClassVar[str] = "..."'
+            f'Expected class {type(method).__name__} to have a name, got none. Add name: ClassVar[str] = "..." to it.'
         )
     try:
         facts = {"name": name, **method.hyperparameters()}
         dumps(facts, name)
     except (TypeError, ValueError) as error:
         raise AdaptationError(
-            f"the hyper-parameters of {name} cannot be written into a manifest ({error}); expected numbers, text and "
-            "lists: let `hyperparameters` return a dict of such"
+            f"Expected hyperparameters() of {name} to return numbers, text and lists for the manifest, got others "
+            f"({error}). Return a dict of such."
         ) from error
     return facts
 
 
 def read_taps(method: Method, profile: Profile | None) -> tuple[str, ...]:
-    """Return the taps that a method reads, checked."""
+    """Return the names of the taps that a method reads, validated."""
     names: Any = method.taps(profile)
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
-        raise AdaptationError(f'`taps` of {method.name} gave {brief(names)}, expected a tuple of names: ("features",)')
+        raise AdaptationError(
+            f'Expected taps() of {method.name} to return names, e.g. ("features",), got {brief(names)}.'
+        )
     return tuple(names)
 
 
 def plan_stages(method: Method, network: Network, profile: Profile | None) -> list[Stage]:
-    """Return the stages of a method, checked against the parameters of the model."""
+    """Return the stages of a method, validated against the parameters of the model."""
     given: Any = method.stages(network, profile)
     if not isinstance(given, list | tuple) or not all(isinstance(stage, Stage) for stage in given):
-        raise AdaptationError(f"`stages` of {method.name} gave {brief(given)}, expected a list of Stage")
+        raise AdaptationError(f"Expected stages() of {method.name} to return a list of Stage, got {brief(given)}.")
     if not given and method.adapts:
         logger.warning("%s has nothing to change in this model, which stays as it is", method.name)
     every = network.model.named_parameters(remove_duplicate=False)  # A shared parameter has several names.
@@ -291,8 +294,8 @@ def plan_stages(method: Method, network: Network, profile: Profile | None) -> li
         unknown = [name for name in names if name not in known] if isinstance(names, tuple | list) else [names]
         if unknown:
             raise AdaptationError(
-                f"{where} trains {brief(unknown[0])}, which is no parameter of the model that can be trained; expected "
-                "a tuple of names as in named_parameters, e.g. network.below_features"
+                f"Expected {where} to train parameters of the model by name, got {brief(unknown[0])}. Try names of "
+                "named_parameters(), e.g. network.below_features."
             )
         if names:
             check_positive(stage.learning_rate, f"the learning rate of {where}")
@@ -301,38 +304,42 @@ def plan_stages(method: Method, network: Network, profile: Profile | None) -> li
 
 
 def check_objective(objective: Any, method: Method, stages: list[Stage]) -> None:
-    """Raise if a method trains parameters and has no loss."""
+    """Raise if a method trains parameters but has no loss."""
     if not callable(objective) and (objective is not None or any(stage.parameters for stage in stages)):
         raise AdaptationError(
-            f"`objective` of {method.name} gave {brief(objective)}, expected a function from activations to named "
-            "terms of the loss, since it trains parameters"
+            f"Expected objective() of {method.name} to return a function from activations to terms of the loss, got "
+            f"{brief(objective)}."
         )
 
 
 def compute_loss(objective: Objective, activations: Activations, stage: str) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the terms of the loss on a batch, and their sum."""
+    """Compute the terms of the loss on a batch, and their sum."""
     try:
         terms: Any = objective(activations)
     except KeyError as error:
         [name, *_] = error.args or ("",)
         if name not in ("features", "logits", "targets") or name in activations:
             raise
-        unsaid = "no method has without `by_sample`" if name == "targets" else "its method does not name in `taps`"
-        raise AdaptationError(f"the loss of {stage!r} reads {name!r}, which {unsaid}") from error
+        remedy = "Set by_sample in the method" if name == "targets" else "Name that tap in taps()"
+        raise AdaptationError(
+            f"Expected the loss of {stage!r} to read only what its method asks for, got {name!r}. {remedy}."
+        ) from error
     if not isinstance(terms, Mapping) or not terms:
         given = kind(terms) if not isinstance(terms, Mapping) else "nothing"
-        raise AdaptationError(f"the loss of {stage!r} gave {given}, expected its terms by name: {{'features': loss}}")
+        raise AdaptationError(
+            f"Expected the loss of {stage!r} to return terms by name, e.g. {{'features': loss}}, got {given}."
+        )
     for name, term in terms.items():
         if not isinstance(term, Tensor) or term.ndim > 0 or not term.is_floating_point():
             form = f"{str(term.dtype).removeprefix('torch.')} {list(term.shape)}" if isinstance(term, Tensor) else ""
             raise AdaptationError(
-                f"term {name!r} of the loss of {stage!r} is {form or brief(term)}, expected a tensor of one "
-                "floating-point number, e.g. loss.mean()"
+                f"Expected term {name!r} of the loss of {stage!r} to be one floating-point number, got "
+                f"{form or brief(term)}. Try loss.mean()."
             )
     total: Tensor = functools.reduce(torch.add, terms.values())
     if not total.requires_grad:
         raise AdaptationError(
-            f"The parameters of {stage!r} get no gradient from the loss. Try a forward pass without no_grad, detach or "
+            f"Expected a loss of {stage!r} with a gradient, got none. Try a forward pass without no_grad, detach or "
             "reentrant checkpoints."
         )
     return dict(terms), total

@@ -1,14 +1,14 @@
-"""The search for a learning rate: a few steps at each of several rates, from the same state and on the same batches.
+"""Search for a learning rate: a few steps with each of several rates, from the same state and on the same batches.
 
-A network about which nothing is published gets its learning rate from the data. Every candidate starts from the model
-as it is and takes the same few steps. Since all see the same batches, their losses can be compared one by one with
-those of the untouched model, and the noise of the batches cancels.
+A network without a published learning rate gets its rate from the data. Every candidate rate starts from the untouched
+model and takes the same few steps. All see the same batches, so their losses can be compared batch by batch with those
+of the untouched model, and the noise of the batches cancels.
 
-The lowest loss does not choose. Large steps reach a low loss by scrambling the features, and the accuracy falls
-meanwhile (`benchmarks/default_rates.py`). The search takes the smallest rate that reaches most of the best gain, among
-the rates that change the weights little. Where no such rate gains anything to speak of in so few steps, it takes the
-largest whose gain is still in proportion to the rate: larger ones overshoot. Where even the smallest rate gains
-nothing, BatchNorm has mended the model already, and a small rate is taken.
+The lowest loss does not decide. Large steps reach a low loss by scrambling the features while the accuracy falls
+(`benchmarks/default_rates.py`). The search takes the smallest rate that reaches most of the best gain, among the rates
+that change the weights little. If none of them gains noticeably in so few steps, it takes the largest rate whose gain
+is still proportional to the rate; larger rates overshoot. If even the smallest rate gains nothing, BatchNorm has
+already corrected the model, and a small rate is taken.
 """
 
 from __future__ import annotations
@@ -38,43 +38,43 @@ from shiftmend.utils.rng import DeviceGenerator, preserve_rng, reseed
 from shiftmend.utils.tensor_tree import Inputs
 
 FACTORS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Candidates, as multiples of the default rate."""
+"""Candidate rates, as multiples of the default rate."""
 STEPS = 12
-"""Training steps at each candidate."""
+"""Number of training steps with each candidate."""
 JUDGED_STEPS = 6
-"""Last steps of a candidate whose losses judge it; in the ones before, momentum builds up."""
+"""Number of last steps whose losses judge a candidate; momentum builds up in the steps before."""
 ENOUGH = 0.7
-"""Share of the best gain that a smaller rate must reach to be preferred."""
+"""Fraction of the best gain that a smaller rate must reach to be preferred."""
 MAX_CHANGE = 0.1
-"""Change of the trained weights in all steps, as a share of their norm, up to which a rate may be chosen."""
+"""Largest change of the trained weights over all steps, relative to their norm, at which a rate may be chosen."""
 NOTICEABLE = 0.05
-"""Share of the loss that the best candidate must gain for the candidates to decide."""
+"""Relative decrease of the loss that the best candidate must reach for the candidates to decide."""
 IN_PROPORTION = 0.6
-"""Share of the gain expected from the smallest rate, in proportion, that a larger rate must reach where no gain is
+"""Fraction of the gain expected by proportion from the smallest rate that a larger rate must reach if no gain is
 noticeable."""
 FORGIVEN_CHANGE = 0.15
-"""The largest change of the weights in that case, with BatchNorm, which undoes a change of scale."""
+"""Largest change of the weights in that case for models with BatchNorm, which undoes a change of scale."""
 CAREFUL = 0.1
-"""The rate that is taken if the smallest rate gains nothing, as a multiple of the default."""
+"""Multiple of the default rate that is used if the smallest rate gains nothing."""
 ONE_BATCH = 0.3
-"""Part of the rate that is taken where all data is one batch and BatchNorm has done most of the mending. The loss on a
-batch that is seen in every step falls at rates that fit its chance (`benchmarks/small_targets.py`)."""
+"""Factor to the rate if all data form one batch and BatchNorm has done most of the correction. The loss on a batch that
+is used in every step also falls at rates that overfit it (`benchmarks/small_targets.py`)."""
 MAX_HELD_BYTES = 1 << 28
-"""Size of the batches that are kept for all candidates. Where they do not fit, fewer batches are used repeatedly."""
+"""Largest size of the batches kept for all candidates. If they do not fit, fewer are used repeatedly."""
 
 
 @dataclass(frozen=True)
 class RateSearch:
-    """A learning rate that was found by trying several.
+    """The result of a search for a learning rate.
 
     Attributes:
         rate: The learning rate to train with.
-        rates: Rates that were tried, in rising order.
-        losses: Mean loss over the judged steps at each of these rates; infinite where it was not finite.
-        changes: Change of the trained weights at each of these rates, as a share of their norm.
+        rates: Candidate rates, in ascending order.
+        losses: Mean loss over the judged steps with each rate; infinite if it was not finite.
+        changes: Change of the trained weights with each rate, relative to their norm.
         start: Mean loss of the untouched model on the batches of the judged steps.
-        steps: Training steps at each rate.
-        reason: One sentence that says why the rate was chosen.
+        steps: Number of training steps with each rate.
+        reason: One sentence on why the rate was chosen.
     """
 
     rate: float
@@ -86,7 +86,7 @@ class RateSearch:
     reason: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the search for a manifest; JSON has no infinity, which becomes null."""
+        """Return the search as JSON for a manifest; infinity becomes null."""
         return {
             "rate": self.rate,
             "rates": list(self.rates),
@@ -110,24 +110,25 @@ def find_rate(
     seed: int = 0,
     factors: Sequence[float] = FACTORS,
 ) -> RateSearch:
-    """Find a learning rate for a stage, and leave the model as it was.
+    """Find a learning rate for a stage, and leave the model unchanged.
 
-    Weights, buffers, modes, gradients and random number generators are the same afterwards, bit by bit. The search
-    waits for the device once, at its end. In a process group every process must call this, and all get the same.
+    Weights, buffers, modes, gradients and random number generators are bitwise the same afterwards. The search
+    synchronises with the device once, at its end. In a process group, every process must call this function, and all
+    get the same result.
 
     Args:
-        model: The model. It is trained in place, and restored.
+        model: The model. It is trained in place, and then restored.
         feed: The target data.
         taps: Taps whose activations the objective reads.
         objective: The loss.
-        method: The method; makes the optimisers.
-        stage: The stage to be trained. Its learning rate is the default that candidates are multiples of.
+        method: The method, which makes the optimisers.
+        stage: The stage to train. Its learning rate is the default, of which candidates are multiples.
         precision: A context manager for the forward pass.
-        seed: Decides which batches are used, and whatever else is random.
-        factors: Candidates, as multiples of the default rate, in rising order.
+        seed: Seed of the choice of batches and of all other random numbers.
+        factors: Candidate rates as multiples of the default rate, in ascending order.
 
     Returns:
-        The learning rate, with the losses that it was chosen by.
+        The learning rate, with the losses on which the choice is based.
     """
     rates = [stage.learning_rate * factor for factor in factors]
     with (
@@ -144,12 +145,12 @@ def find_rate(
         bring_back = keep_buffers_in_place(model)
         losses: list[Tensor] = []
         changes: list[Tensor] = []
-        # At a rate of zero the model stays as it is, and its losses are those of the untouched model.
+        # A rate of zero leaves the model unchanged, so its losses are those of the untouched model.
         for rate in (0.0, *rates):
             restore(model, start)
             enter_adapting_modes(model, method.dropout)
             with generator.as_default() if generator is not None else nullcontext():
-                # Every candidate draws the same, and not what the first epoch will.
+                # All candidates draw the same random numbers, but not those of the first epoch.
                 reseed(_own_seed(seed))
                 if generator is not None:
                     generator.seed(_own_seed(seed))
@@ -162,7 +163,7 @@ def find_rate(
                 )
                 losses.append(_train(steps, batches, bring_back))
                 changes.append(_relative_change(trained, before))
-        # The numbers of the first process decide, so that rounding cannot let processes disagree.
+        # The numbers of the first process decide, so that processes cannot disagree by rounding.
         rows = torch.cat([torch.stack(losses).flatten(), torch.stack(changes[1:])])
         found = all_gather(rows)[0].cpu().double()
     of_losses = found[: -len(rates)].view(-1, STEPS)
@@ -193,16 +194,16 @@ def choose_rate(
 
     Args:
         default: The default rate.
-        rates: Rates that were tried, in rising order.
+        rates: Candidate rates, in ascending order.
         losses: The loss of every step, for each rate.
-        changes: Change of the trained weights in all steps, as a share of their norm, for each rate.
+        changes: Change of the trained weights over all steps, relative to their norm, for each rate.
         untouched: The loss of the untouched model on the batch of every step.
         normalised: Whether the model has BatchNorm.
 
     Returns:
         The search with the smallest rate that reaches `ENOUGH` of the best gain, among those that change the weights by
-        at most `MAX_CHANGE`. Where the best gain is not `NOTICEABLE`, with the largest rate whose gain is
-        `IN_PROPORTION`, or with `CAREFUL` times the default if there is none.
+        at most `MAX_CHANGE`. If the best gain is not `NOTICEABLE`: the largest rate whose gain is `IN_PROPORTION`, or
+        `CAREFUL` times the default if there is none.
     """
     start = _mean(untouched[-JUDGED_STEPS:])
     means = [_mean(row[-JUDGED_STEPS:]) for row in losses]
@@ -229,7 +230,7 @@ def choose_rate(
 
 
 def _find_proportional(rates: Sequence[float], gains: Sequence[float]) -> float | None:
-    """Return the largest rate up to which gains rise in proportion; None if the smallest rate gains nothing."""
+    """Return the largest rate up to which gains are proportional; None if the smallest rate gains nothing."""
     slope = gains[0] / rates[0]
     if not 0 < slope < math.inf:
         return None
@@ -249,7 +250,7 @@ def _finite(value: float) -> float | None:
 
 
 def _relative_change(trained: list[nn.Parameter], before: list[Tensor]) -> Tensor:
-    """Return how far weights have moved, as a share of their norm, on the device; weights of norm zero count as one."""
+    """Return the change of weights relative to their norm, on the device; a norm of zero counts as one."""
     moved = [parameter.detach() - value for parameter, value in zip(trained, before, strict=True)]
     size = _norm(before)
     return _norm(moved) / torch.where(size > 0, size, 1.0)
@@ -269,7 +270,7 @@ def _hold_batches(feed: Feed, seed: int) -> list[Inputs]:
     held: list[Inputs] = []
     size, show, feed.on_batch = 0, feed.on_batch, lambda samples: None
     try:
-        # Training counts its epochs from 1.
+        # Training numbers its epochs from 1, so 0 gives other batches.
         for batch, _ in itertools.islice(feed.epoch(seed, 0), STEPS):
             size += batch.nbytes
             if held and size > MAX_HELD_BYTES:
@@ -296,7 +297,7 @@ def _total(terms: Mapping[str, Tensor]) -> Tensor:
 
 @contextmanager
 def _undo_training(model: nn.Module) -> Iterator[None]:
-    """Restore weights, buffers, modes, gradients and gradient flags at the end of the block, in the same memory."""
+    """Restore weights, buffers, modes, gradients and flags at the end of the block, in the same memory."""
     buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     flags = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
     before = snapshot(model)

@@ -1,4 +1,4 @@
-"""The length of a stage: a fixed number of epochs, or rounds of steps until there is nothing left to gain.
+"""The length of a stage: a fixed number of epochs, or rounds of steps until the loss stops falling.
 
 A schedule that ends by itself works in rounds of a few dozen steps, whatever the size of the data. After each round
 three questions are asked, of the history alone, so that a resumed run answers them as the first one did:
@@ -21,37 +21,38 @@ from dataclasses import dataclass
 from shiftmend.engine.method import Stage
 
 ROUND_STEPS = 32
-"""Steps of a round."""
+"""Number of steps in a round."""
 
 ROUNDS_PER_STAGE = 8
-"""Rounds that a stage may last at least: on few samples, where a stage has few steps, rounds are shorter."""
+"""Smallest number of rounds that a stage may last; with few samples, rounds are shorter."""
 
 WARM_UP_STEPS = 32
-"""Steps in which the learning rate of the first stage rises to its value; at most a quarter of the stage."""
+"""Number of steps in which the learning rate of the first stage is ramped up; at most a quarter of the stage."""
 
 SMALL_TARGET = 500
 """Samples below which all of them are one batch, unless a batch size is given (`benchmarks/small_targets.py`)."""
 
 ONE_BATCH_STEPS = 64
-"""Steps that a stage may have where all data is one batch. More would fit the chance of the samples."""
+"""Largest number of steps of a stage if all data form one batch. More would overfit the samples."""
 
 WINDOW = 8
-"""Rounds over which the loss is looked at: the second half of them is compared with the first."""
+"""Number of rounds over which the loss is examined: their second half is compared with the first."""
 
 STILL_FALLING = 0.03
-"""Share of the loss that it must have lost from one half of the window to the other, for a stage to go on."""
+"""Relative decrease of the loss between the halves of the window that a stage needs to continue."""
 
 PATIENCE = 3
-"""Rounds in a row with worse slices that end a run."""
+"""Number of consecutive rounds with worse slices that end a run."""
 
 MUCH_WORSE = 0.5
-"""Share by which the slices must exceed their lowest value to count as worse."""
+"""Fraction by which the slices must exceed their lowest value to count as worse."""
 
 MUCH_LOST = 0.1
-"""Share of what the run has gained in the slices that must be lost again to count as worse."""
+"""Fraction of the improvement of the slices that must be lost again to count as worse."""
 
 GRACE = WINDOW
-"""Rounds of a stage in which worse slices do not end the run: newly unfrozen weights first move the features away."""
+"""Rounds of a stage in which worse slices do not end the run, because newly unfrozen weights first move the features
+away."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ class Rounds:
     """The rounds of a stage.
 
     Attributes:
-        steps: Steps of one round; None is a whole epoch.
-        at_most: Rounds after which the stage ends in any case.
-        warm_up: Steps in which the learning rate rises, if the stage is the first.
+        steps: Number of steps in a round; None for a whole epoch.
+        at_most: Largest number of rounds of the stage.
+        warm_up: Number of steps in which the learning rate is ramped up, if the stage is the first.
     """
 
     steps: int | None
@@ -70,11 +71,11 @@ class Rounds:
 
 
 def plan_rounds(stage: Stage, steps_per_epoch: int | None) -> Rounds:
-    """Return the rounds of a stage.
+    """Plan the rounds of a stage.
 
     Args:
         stage: The stage. Unless it settles, a round is an epoch.
-        steps_per_epoch: Steps of an epoch; None where an epoch cannot be cut, so that a round is an epoch.
+        steps_per_epoch: Number of steps in an epoch; None if an epoch cannot be divided, so that a round is an epoch.
 
     Example:
         >>> from shiftmend.engine.method import Stage
@@ -95,15 +96,15 @@ def plan_rounds(stage: Stage, steps_per_epoch: int | None) -> Rounds:
 
 
 def has_settled(losses: Sequence[float], done: int) -> bool:
-    """Return whether the loss of a stage no longer falls.
+    """Return whether the loss of a stage has stopped falling.
 
-    Rounds of earlier stages with the same loss count, too: a block whose unfreezing changes nothing costs half a window
-    only. Where unfreezing has raised the loss, the stage is judged by its own rounds alone. A ResNet-18 on blurred
-    CIFAR-10 lost 14 points when such a rise ended its second block.
+    Rounds of earlier stages with the same loss count as well: a block whose unfreezing changes nothing costs only half
+    a window. If unfreezing raised the loss, only the stage's own rounds count. A ResNet-18 on blurred CIFAR-10 lost 14
+    points when such a rise ended its second block.
 
     Args:
         losses: Mean loss of each round of the run so far.
-        done: Rounds of this stage among them.
+        done: Number of rounds of this stage among them.
     """
     if len(losses) < WINDOW or done < WINDOW // 2:
         return False
@@ -117,12 +118,12 @@ def has_settled(losses: Sequence[float], done: int) -> bool:
 def has_worsened(slices: Sequence[float], done: int) -> bool:
     """Return whether the verification slices have been much worse than their lowest value for several rounds.
 
-    They must exceed the lowest value by half of it and by a tenth of all that the run has gained. Slices that fell from
-    0.6 to 0.02 may rise to 0.04 for a while, as on blurred CIFAR-10, where a stop cost four points.
+    They must exceed the lowest value by half of it, and by a tenth of the run's total improvement. Slices that fell
+    from 0.6 to 0.02 may rise to 0.04 for a while, as on blurred CIFAR-10, where stopping cost four points.
 
     Args:
         slices: Divergence of the slices before the run and after each round.
-        done: Rounds of the present stage.
+        done: Number of rounds of the current stage.
     """
     if len(slices) <= PATIENCE or done < GRACE:
         return False

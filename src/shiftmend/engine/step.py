@@ -23,21 +23,21 @@ from shiftmend.utils.tensor_tree import Inputs
 
 
 class Steps:
-    """All steps of one stage. Without an optimiser, batches only run forward, for BatchNorm to see them.
+    """All steps of one stage. Without an optimiser, batches only run forward, to update BatchNorm.
 
     Args:
         model: The model to train.
         feed: The target data.
         taps: Taps whose activations the objective reads.
         objective: The loss; None if nothing is trained.
-        optimiser: Updates the trained parameters; None if there are none.
+        optimiser: Optimiser of the trained parameters; None if nothing is trained.
         precision: A context manager for the forward pass.
         dropout: Whether dropout is on.
         capture: Whether steps may be captured as a CUDA graph.
         compile: Whether captured steps are compiled first.
         stage: Name of the stage, for messages.
-        each: Steps of one call of `run`; None is a whole epoch.
-        warm_up: Steps in which the gradient rises to its full size.
+        each: Number of steps per call of `run`; None for a whole epoch.
+        warm_up: Number of steps in which the gradient is scaled up to its full size.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Steps:
         self.model, self.feed, self.taps = model, feed, taps
         self.objective, self.optimiser, self.compile = objective, optimiser, compile
         self.precision, self.stage, self.each, self.warm_up = precision, stage, each, warm_up
-        # Steps of the stage that are done, on the device, where a captured step can count on.
+        # Number of finished steps of the stage, on the device, where a captured step can increment it.
         self._done = torch.zeros((), device=feed.device) if warm_up else None
         self._generator = DeviceGenerator(feed.device) if dropout else None
         self._captured: CapturedEpoch | None = None
@@ -73,7 +73,7 @@ class Steps:
 
     @property
     def refused(self) -> bool:
-        """True if capturing was tried and failed; with other trained layers it would fail again."""
+        """True if capturing was tried and failed; it would fail again with other trained layers."""
         return self._tried and self._captured is None
 
     @property
@@ -88,9 +88,9 @@ class Steps:
 
         Args:
             seed: Seed of the run.
-            number: Number of the epoch or round; with the seed it decides the order of the batches.
-            done: Steps of this stage that are done.
-            targets: One entry a sample, for methods that are `by_sample`.
+            number: Number of the epoch or round; together with the seed, it determines the order of the batches.
+            done: Number of finished steps of this stage.
+            targets: One entry per sample, for methods with `by_sample`.
 
         Returns:
             The sums of the loss terms over the steps, and the number of steps.
@@ -119,7 +119,7 @@ class Steps:
         return nullcontext() if self._generator is None else self._generator.as_default()
 
     def _seed(self, seed: int, number: int) -> None:
-        """Let dropout and model draw from the seed of the run and the number of the epoch, and from nothing else."""
+        """Seed the random numbers of dropout and model from the seed of the run and the number of the epoch."""
         own = seed * 1_000_003 + number
         reseed(own)
         if self._generator is not None:

@@ -1,6 +1,6 @@
-"""The training loop of an adaptation: stages, rounds, history, checkpoints, and what happens when it is cut short.
+"""The training loop of an adaptation: stages, rounds, history, checkpoints and interruptions.
 
-A round is one epoch of a fixed schedule, or a few dozen steps of one that ends by itself (`engine/schedule.py`).
+A round is one epoch of a fixed schedule, or a few dozen steps with `epochs="auto"` (`engine/schedule.py`).
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
 
 VERIFIED_PER_EPOCH = 4096
-"""Target samples behind the signals of each epoch, in the precision of the steps. Before and after adapting, all
+"""Number of target samples for the signals of each epoch, in the precision of the steps. Before and after adapting, all
 samples are verified in full precision."""
 
 Keep = Literal["last", "selected"]
 OnEpoch = Callable[[nn.Module, Epoch], None]
-"""Called with the model, in eval mode, and its row of the history: before the first and after each epoch.
+"""Function that is called with the model in eval mode and its row of the history, before the first and after each
+epoch. The model is the one being trained; its weights may be in channels-last format.
 
 The model is the one at work: weights of its convolutions may lie in memory with the channels innermost.
 """
@@ -57,17 +58,17 @@ class Trainer:
     """The training loop of one run: stages, epochs and steps, as a method plans them.
 
     Args:
-        network: The model, and what the method may know of it.
+        network: The model, with its blocks, taps and head.
         feed: The target data.
         profile: The source's profile, on the device of the feed.
         method: The method.
         stages: Its stages.
         taps: Taps whose activations its objective reads.
-        signals: Reads the label-free signals after each epoch.
-        run: Name of the run; a checkpoint of another run is refused.
-        seed: Decides the order of the batches, and whatever else is random.
-        keep: Whether the state of the selected epoch is kept beside the last one.
-        on_epoch: Called before the first and after each epoch.
+        signals: Reader of the label-free signals, used after each epoch.
+        run: Identity of the run; a checkpoint of another run is refused.
+        seed: Seed of the order of the batches and of all other random numbers.
+        keep: Whether the state of the selected epoch is kept in addition to the last one.
+        on_epoch: Function that is called before the first and after each epoch.
         checkpoint: File to save the state to after each epoch.
         precision: A context manager for forward passes of training steps.
         capture: Whether steps may be captured as CUDA graphs.
@@ -111,11 +112,11 @@ class Trainer:
             refining=method.refining,
         )
         self.good: dict[str, Tensor] = {}
-        """State after the last whole epoch."""
+        """State after the last complete epoch."""
         self.selected: dict[str, Tensor] = {}
-        """State of the selected epoch, if it is to be kept."""
+        """State of the selected epoch, if it should be kept."""
         self.search: dict[str, Any] | None = None
-        """The search for the learning rate as a manifest has it, if there was one."""
+        """The search for the learning rate in the form of the manifest, if there was one."""
         self._resumed: checkpoints.Checkpoint | None = None
         if method.reads_inputs:
             method.begin(self.model, feed.first(2), profile)
@@ -125,22 +126,25 @@ class Trainer:
 
     @property
     def epochs(self) -> int:
-        """Whole epochs or rounds so far."""
+        """Number of complete epochs or rounds."""
         return self.history[-1].epoch if self.history else 0
 
     @contextmanager
     def hold_checkpoint(self) -> Iterator[None]:
-        """Lock the checkpoint, if there is one, for the length of the run."""
+        """Lock the checkpoint, if there is one, for the duration of the run."""
         mine = checkpoints.lock(self.path) if self.path is not None and rank() == 0 else nullcontext(True)
         with mine as alone:
             with all_processes():
                 alone = all_true(alone, self.feed.device)
             if not alone:
-                raise AdaptationError(f"another run uses checkpoint {self.path}; let it finish, or name another file")
+                raise AdaptationError(
+                    f"Expected a checkpoint of its own, got {self.path}, which another run uses. Let that run finish, "
+                    "or name another file."
+                )
             yield
 
     def load_checkpoint(self) -> None:
-        """Take up the history of an earlier process; the model gets its state when training begins."""
+        """Load the history of an earlier process; the model gets its state when training begins."""
         self.good = snapshot(self.model)
         self._resumed = checkpoints.load(self.path, self.run) if self.path is not None else None
         position = (self._resumed.stage, self._resumed.epoch) if self._resumed is not None else None
@@ -152,10 +156,11 @@ class Trainer:
                 self.choice.consider(row)
 
     def fit(self) -> None:
-        """Run all stages, from the beginning or from where the checkpoint was.
+        """Run all stages, from the beginning or from the checkpoint.
 
         Raises:
-            DivergedError: If the loss or a weight is no longer finite. The model is back at the last whole epoch.
+            DivergedError: If the loss or a weight is no longer finite. The model is restored to the last complete
+                epoch.
         """
         if self._resumed is None:
             self._add_row(0, "", 0.0, {}, time.perf_counter())
@@ -205,7 +210,7 @@ class Trainer:
                 while not self._is_over(stage, rounds, done):
                     self._run_round(stage, steps, done)
                     done += 1
-                    # Steps that could not be captured once would not be in later stages, either.
+                    # Steps that could not be captured in one stage cannot be captured in later ones either.
                     self.capture, self.compile = self.capture and not steps.refused, steps.compile
                     self._save(index, done, optimiser)
                     self.bar.advance(1, f"{stage.name}  {_note(self.history[-1])}")
@@ -247,7 +252,7 @@ class Trainer:
         ]
 
     def _is_over(self, stage: Stage, rounds: Rounds, done: int) -> bool:
-        """Return whether a stage ends after so many rounds; asked of the history alone, as a resumed run can do."""
+        """Return whether a stage ends after so many rounds, judged by the history alone, as a resumed run needs it."""
         if stage.name in self.method.refining and done > 0 and self.choice.kept is not self.history[-1]:
             return True
         if done >= rounds.at_most or not stage.settles:
@@ -263,11 +268,11 @@ class Trainer:
         return has_worsened([row.verification for row in self.history if row.verification is not None], done)
 
     def restore(self) -> None:
-        """Put the model back to the last whole epoch."""
+        """Restore the model to the last complete epoch."""
         restore(self.model, self.good)
 
     def show_pass(self, what: str, limit: int | None = None) -> None:
-        """Show the progress of the next pass over the data, which may take hours, on the progress bar."""
+        """Show the next pass over the data, which may take long, on the progress bar."""
         known = self.feed.known_samples
         self.feed.on_batch = PassProgress(
             self.bar, what, known if known is None or limit is None else min(known, limit)
@@ -292,15 +297,14 @@ class Trainer:
         finite_losses = all(map(math.isfinite, losses.values()))
         if not finite_losses or not is_finite(self.model, self.good):
             self.restore()
-            rate, advice = f", learning rate {stage.learning_rate:g}", "lower the learning rate"
+            rate, advice = f", learning rate {stage.learning_rate:g}", "Lower the learning rate"
             if not stage.parameters:  # Nothing is trained, so the inputs are too large.
-                rate, advice = "", "look at the inputs and at preprocess"
+                rate, advice = "", "Check the inputs and preprocess"
             if not math.isfinite(self.history[0].verification or 0.0):
-                advice = "the features were so before anything was adapted: look at the inputs and at preprocess"
+                advice = "Check the inputs and preprocess: the features were so before anything was adapted"
             raise DivergedError(
-                f"{'weights' if finite_losses else 'the loss'} of {self.method.name} became NaN or infinite in epoch "
-                f"{number} ({stage.name}{rate}); {advice}. The error's "
-                "`adaptation` is what had been reached"
+                f"{'Weights' if finite_losses else 'The loss'} of {self.method.name} became NaN or infinite in epoch "
+                f"{number} ({stage.name}{rate}). {advice}. The error's `adaptation` holds the last good epoch."
             )
         self._add_row(number, stage.name, stage.learning_rate, losses, started, before + batches)
 
@@ -313,14 +317,14 @@ class Trainer:
     def _add_row(
         self, number: int, stage: str, rate: float, losses: dict[str, float], started: float, steps: int = 0
     ) -> None:
-        """Read the signals of the model as it is now, add a row to the history, and choose the epoch to keep."""
+        """Measure the signals of the current model, add a row to the history, and choose the epoch to keep."""
         self.show_pass(f"verification of epoch {number}", VERIFIED_PER_EPOCH)
         signals = self.signals().values
         seconds = round(time.perf_counter() - started, 4) if number else 0.0
         row = Epoch(number, stage, rate, losses, seconds, signals, steps)
-        # In one statement, since Ctrl-C may come at any other. Until there is a copy, the state is the model's own.
+        # One statement, because Ctrl-C may arrive between any two. Until there is a copy, the state is the model's own.
         self.history, self.good = [*self.history, row], {}
-        self.good = snapshot(self.model)  # The earlier copy is gone by now: it may be gigabytes.
+        self.good = snapshot(self.model)  # The earlier copy, which may be gigabytes, is freed first.
         if self.choice.consider(row) and self.keep == "selected":
             self.selected = self.good
         if self.on_epoch is not None:
@@ -334,20 +338,21 @@ class Trainer:
         state = self.history, self.model, optimiser, self.selected, self.feed.fits, self.feed.batch_size, self.search
         try:
             checkpoints.save(self.path, self.run, stage, epoch, *state)
-        except OSError as error:  # A full disk is no reason to lose the run.
+        except OSError as error:  # A full disk must not end the run.
             logger.warning("the checkpoint %s could not be written (%s); training continues", self.path, error.strerror)
 
     def _make_targets(self) -> Tensor:
-        """Return what the method knows of each sample, in the order of the feed."""
+        """Compute the method's targets, one per sample, in the order of the feed."""
         targets: Any = self.method.targets(self.network, self.read_activations)
         if not isinstance(targets, Tensor):
-            raise AdaptationError(f"`targets` of {self.method.name} gave {brief(targets)}, expected a tensor")
+            raise AdaptationError(f"Expected targets() of {self.method.name} to return a tensor, got {brief(targets)}.")
         assert self.feed.inputs is not None, "adapt refuses streamed data for such a method"
         more = len(targets) > self.feed.samples
         if len(targets) != self.feed.samples:
+            several = more and not self.method.takes_labels
             raise AdaptationError(
-                f"{self.method.name} needs one label a sample: there are {len(targets)} for {self.feed.samples} samples"
-                + (", from a model with several answers a sample" if more and not self.method.takes_labels else "")
+                f"Expected one label a sample for {self.method.name}, got {len(targets)} for {self.feed.samples}."
+                + (" The model has several predictions a sample." if several else "")
             )
         return targets.to(self.feed.device)
 

@@ -1,4 +1,4 @@
-"""Base of metrics that stream: sums on the device, which are read once."""
+"""Base class of streaming metrics: sums on the device, which are read once."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from shiftmend.errors import DataError
 from shiftmend.utils.devices import send, sum_dtype
 
 BY_PART = ("reliability", "iou", "quantities")
-"""Fields of scores that hold several values: one for each bin, class or quantity."""
+"""Fields of scores with several values: one per bin, class or quantity."""
 
 
 def describe_scores(scores: Any) -> str:
-    """Write scores as one line for people; `repr` has every digit and the bins."""
+    """Format scores as one line; `repr` has all digits and the bins."""
     shown = {field.name: getattr(scores, field.name) for field in fields(scores) if field.name not in BY_PART}
     return ", ".join(f"{name} {format_score(name, value)}" for name, value in shown.items() if value is not None)
 
 
 def format_score(name: str, value: float) -> str:
-    """Write a score for people: shares in percent, other numbers with four digits."""
+    """Format a score: shares in percent, other numbers with four digits."""
     if name in ("accuracy", "ece", "mce", "mean_iou"):
         return f"{100 * value:.1f} %"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
@@ -49,7 +49,7 @@ class Sums:
             )
         device = self._device or sums.device
         sums = sums.to(device, sum_dtype(device))
-        # Not in place: a sum created under inference_mode could not be added to outside of it.
+        # Not in place, because a sum created in inference mode cannot be changed outside of it.
         self._sums = sums if self._sums is None else self._combine(self._sums, sums)
         self._device = device
         self._samples += samples
@@ -60,7 +60,7 @@ class Sums:
         return ours + theirs
 
     def _read(self) -> list[float]:
-        """Return the sums on the host. This is the one place that waits for the device."""
+        """Return the sums on the host. Only this method synchronises with the device."""
         if self._sums is None or self._samples == 0:
             raise DataError("Expected at least one batch, got no samples to score.")
         values: list[float] = self._sums.tolist()
@@ -79,5 +79,5 @@ def refuse(faults: float, samples: int, what: str, advice: str = "Try to find th
 
 
 def describe(tensor: Tensor) -> str:
-    """Write type and shape of a tensor as part of a sentence: "float32 [4, 8]"."""
+    """Describe dtype and shape of a tensor as part of a sentence: "float32 [4, 8]"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

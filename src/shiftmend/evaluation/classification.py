@@ -36,12 +36,12 @@ class ClassificationMetrics(Sums):
 
     Args:
         bins: Number of equal-width bins of the confidence, closed on the right, for calibration errors.
-        device: Where sums are kept, by default where the first batch lies. Any other device than that of the logits
-            makes every update wait.
-        ignore_label: Samples with this label are left out of all scores.
+        device: Device of the sums, by default that of the first batch. Any device other than that of the logits makes
+            every update synchronise.
+        ignore_label: Label of samples that no score counts.
 
     Raises:
-        DataError: If `ignore_label` is no whole number.
+        DataError: If `ignore_label` is not a whole number.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ def _classification_sums(logits: Tensor, labels: Tensor, bins: int, ignore_label
     bin_of_sample = torch.bucketize(confidence, inner_edges)
     in_bin = bin_of_sample.unsqueeze(1) == torch.arange(bins, device=logits.device)
     columns = torch.stack([torch.ones_like(confidence), confidence, hit.to(logits.dtype)], dim=1)
-    # A factor of 0 would not do: outputs of ignored samples may be NaN.
+    # Multiplying by 0 would not work, because outputs of ignored samples may be NaN.
     columns = columns.masked_fill(left_out, 0)
-    # Masked sums rather than a scatter: the order of additions, and so the last digit, never varies on a GPU.
+    # Masked sums are used instead of a scatter, whose order of additions varies on a GPU.
     table = (in_bin.unsqueeze(2) * columns.unsqueeze(1)).sum(dim=0)
 
     out_of_range = ~is_label.any(dim=1)
@@ -144,7 +144,7 @@ def _classification_sums(logits: Tensor, labels: Tensor, bins: int, ignore_label
 
 
 def _iou(sums: list[float], ignore_label: int | None) -> tuple[float | None, ...]:
-    """Return the IoU of each class; None for a class that is nowhere or ignored."""
+    """Return the IoU of each class; None for a class that never occurs or is ignored."""
     pairs = zip(sums[: len(sums) // 2], sums[len(sums) // 2 :], strict=True)
     return tuple(meet / join if join and number != ignore_label else None for number, (meet, join) in enumerate(pairs))
 

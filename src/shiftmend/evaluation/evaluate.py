@@ -1,6 +1,6 @@
-"""Score models on labelled data: `evaluate` once, an `Evaluator` again and again.
+"""Scoring models on labelled data: `evaluate` once, an `Evaluator` repeatedly.
 
-Beside supervised training, this is the one place where labels are read.
+Apart from supervised training, this is the only place that reads labels.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def evaluate(
     ignore_label: int | None = None,
     progress: Progress = None,
 ) -> Scores | RegressionScores:
-    """Score a model in eval mode on labelled data; an `Evaluator` does so again and again, as after each epoch.
+    """Score a model in eval mode on labelled data. For repeated scoring, e.g. after each epoch, use an `Evaluator`.
 
     Whole-number labels mean classification (accuracy, calibration), fractional ones regression. The single output of a
     binary classifier is the logit of class 1. With logits `[N, classes, ...]` and labels `[N, ...]` each position is a
@@ -50,13 +50,13 @@ def evaluate(
         model: A module, also a scripted, traced or exported one.
         data: Pairs of inputs and labels: a tuple of tensors, a `Dataset`, a `DataLoader`, ... Labels of a regression
             are `[N]`, or `[N, quantities, ...]`.
-        batch_size: Samples in a batch.
-        preprocess: Called with each batch on the device, before the model.
+        batch_size: Number of samples per batch.
+        preprocess: Function applied to each batch of inputs on the device, before the model.
         output: Entry of a tuple or dict that is the model's output.
-        device: Where to compute.
-        classes: Names of the classes that labels number. A model with another number of classes is refused.
-        ignore_label: A label that counts in no score, such as 255 for pixels without a class.
-        progress: True shows a progress bar, False does not, None does so on a terminal.
+        device: Device to compute on.
+        classes: Names of the classes, in the order of their numbers. A model with another number of classes is refused.
+        ignore_label: Label of samples that no score counts, such as 255 for pixels without a class.
+        progress: Whether to show a progress bar; None shows one on a terminal only.
 
     Returns:
         The scores, as fractions rather than percent.
@@ -85,23 +85,23 @@ def evaluate(
 
 
 class Evaluator:
-    """Labelled data on which models are scored again and again, as in `on_epoch` of `adapt`.
+    """Labelled data on which models are scored repeatedly, e.g. in `on_epoch` of `adapt`.
 
-    The data is read at the first call, and kept on the device if it fits. On CUDA, a model that is scored repeatedly
-    runs as a CUDA graph from the second call on, if its samples are small. The graph follows weights and buffers
-    wherever they change; `capture=False` is for a model whose other attributes change between calls.
+    The data are read at the first call, and kept on the device if they fit. On CUDA, a model that is scored repeatedly
+    runs as a CUDA graph from the second call on, if its samples are small. The graph uses the current weights and
+    buffers; use `capture=False` for a model whose other attributes change between calls.
 
     Args:
         data: Pairs of inputs and labels, as for `evaluate`.
-        batch_size: Samples in a batch.
-        preprocess: Called with each batch on the device, before the model.
+        batch_size: Number of samples per batch.
+        preprocess: Function applied to each batch of inputs on the device, before the model.
         output: Entry of a tuple or dict that is the model's output.
-        device: Where to compute; `"auto"` is the accelerator of the first model, else CUDA if there is one, else the
+        device: Device to compute on; `"auto"` is the accelerator of the first model, else CUDA if available, else the
             CPU.
-        classes: Names of the classes that labels number. A model with another number of classes is refused.
-        ignore_label: A label that counts in no score, such as 255 for pixels without a class.
+        classes: Names of the classes, in the order of their numbers. A model with another number of classes is refused.
+        ignore_label: Label of samples that no score counts, such as 255 for pixels without a class.
         capture: Whether repeated passes may be captured as a CUDA graph.
-        progress: True shows a progress bar, False does not, None does so on a terminal.
+        progress: Whether to show a progress bar; None shows one on a terminal only.
 
     Example:
         >>> import torch, shiftmend
@@ -136,15 +136,15 @@ class Evaluator:
         self._feed: Feed | None = None
         self._scorer: Scorer | None = None
         self._places: list[int] = []
-        """Where the model that was scored last lies in memory."""
+        """Memory addresses of the model that was scored last."""
         self._calls = 0
-        """How often the model was scored there."""
+        """Number of times that the model at these addresses was scored."""
 
     def __call__(self, model: nn.Module) -> Scores | RegressionScores:
         """Score a model in eval mode.
 
         Args:
-            model: A module, also a scripted, traced or exported one. It gets its own modes, buffers and device back.
+            model: A module, including scripted, traced or exported ones. Its modes, buffers and device are restored.
 
         Returns:
             The scores, as fractions rather than percent.
@@ -160,7 +160,7 @@ class Evaluator:
             if self._scorer is None or places != self._places:
                 self._scorer, self._places, self._calls = self._make_scorer(model, feed, capture=False), places, 0
             elif self._calls == 1 and self.capture:
-                # A graph takes two more passes to make, so the first call of all goes without.
+                # Capturing a graph takes two more passes, so the first call runs eagerly.
                 self._scorer = self._make_scorer(model, feed, capture=True)
             self._calls += 1
             return self._scorer()
@@ -181,7 +181,7 @@ class Evaluator:
 
 
 def _find_places(model: nn.Module) -> list[int]:
-    """Return where a model and its tensors lie in memory: a graph that was captured there holds for them alone."""
+    """Return the memory addresses of a model and its tensors, for which alone a captured graph is valid."""
     tensors = (*model.parameters(), *model.buffers(), *list_tensors(model))
     return [id(model), *(tensor.data_ptr() for tensor in tensors if is_writable(tensor))]
 
@@ -239,12 +239,12 @@ class _Scores:
 def metrics_for(
     labels: Tensor, *, device: torch.device | str | None = None, ignore_label: int | None = None
 ) -> Metrics:
-    """Return the metrics for labels of this kind: fractions are quantities, all others are classes."""
+    """Return the metrics for a kind of labels: regression for floating point, else classification."""
     if not labels.is_floating_point():
         return ClassificationMetrics(device=device, ignore_label=ignore_label)
     if ignore_label is not None:
         raise DataError(
-            f"ignore_label={brief(ignore_label)} is for class numbers, and the labels are {describe(labels)}; those "
-            "of a classifier are whole numbers, e.g. labels.long()"
+            f"Expected class numbers beside ignore_label={brief(ignore_label)}, got labels {describe(labels)}. Try "
+            "labels.long() for a classifier."
         )
     return RegressionMetrics(device)

@@ -1,4 +1,4 @@
-"""Errors of models that predict quantities: one a sample, several, or some at each position of a map."""
+"""Errors of models that predict quantities: one per sample, several, or some at each position of a map."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class RegressionMetrics(Sums):
 
     @staticmethod
     def _combine(ours: Tensor, theirs: Tensor) -> Tensor:
-        # Mean and squared deviation are combined as such: a difference of two sums of squares would lose its
-        # digits for targets far from 0.
+        # Mean and squared deviation are combined directly; a difference of two sums of squares would lose digits for
+        # targets far from 0.
         (_, _, mean, deviation), (_, _, other, further) = ours[3:].view(4, -1), theirs[3:].view(4, -1)
         total = ours + theirs
         share = theirs[0] / total[0]

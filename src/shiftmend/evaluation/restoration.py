@@ -40,7 +40,7 @@ class RestorationDistance(Sums):
 
 
 def restoration_distance(source_features: Tensor, adapted_features: Tensor) -> float:
-    """Compute the `RestorationDistance` between two sets of features that are in memory as a whole.
+    """Compute the `RestorationDistance` between two complete sets of features.
 
     Args:
         source_features: `[N, D]`, of the source model for clean images.

@@ -1,1 +1,1 @@
-"""Batches from whatever the user has: tensors, arrays, datasets, loaders, folders of images."""
+"""Batches from tensors, arrays, data sets, loaders, tables and folders of images."""

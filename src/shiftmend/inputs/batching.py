@@ -1,4 +1,4 @@
-"""Batches of a loader: how many samples they hold, in which order, where to cut, and how to join them."""
+"""Batches of a loader: their sizes and order, where to cut them, and how to join them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from torch.utils.data import (
 from shiftmend.utils.tensor_tree import Inputs, TensorTree, concatenate, sample_shape
 
 BLOCK_BYTES = 1 << 26
-"""Size of joined batches: freed memory of less than 32 MiB may stay with the process."""
+"""Size of joined batches, since the process may not return freed blocks of less than 32 MiB to the system."""
 
 
 def known_length(loader: Any) -> int | None:
-    """Return how many samples a loader gives in a pass, or None where only a pass can tell."""
+    """Return the number of samples in a pass over a loader; None if only a pass can tell."""
     if not isinstance(loader, DataLoader) or loader.collate_fn is not default_collate:
         return None
     batch_sampler = loader.batch_sampler
     if type(batch_sampler) is not BatchSampler:
         return None
-    # The loader's own sampler is another one if the loader was given a batch_sampler.
+    # A loader with a batch_sampler has an unrelated default sampler.
     sampler: Any = batch_sampler.sampler
     if type(sampler) not in (SequentialSampler, RandomSampler, SubsetRandomSampler):
         return None
@@ -40,7 +40,7 @@ def known_length(loader: Any) -> int | None:
 
 
 def keeps_order(loader: Any) -> bool:
-    """Tell whether sample i of a pass is sample i of the source; not so behind a loader that shuffles."""
+    """Tell whether sample i of a pass is sample i of the source; False for a loader that shuffles."""
     if not isinstance(loader, DataLoader):
         return True
     batch_sampler: Any = loader.batch_sampler
@@ -50,27 +50,27 @@ def keeps_order(loader: Any) -> bool:
 
 
 def random_order(count: int, seed: int) -> Tensor:
-    """Draw a permutation on the host, which is the same on every machine."""
+    """Draw a permutation on the host, equal on every machine."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def common_size(sizes: Sequence[int]) -> int | None:
-    """Return the size of all batches, of which the last may be smaller; None where they differ."""
+    """Return the common size of all batches, of which the last may be smaller; None if they differ."""
     first = sizes[0]
     return first if all(size == first for size in sizes[:-1]) and sizes[-1] <= first else None
 
 
 def batch_bounds(samples: int, size: int) -> list[tuple[int, int]]:
-    """Return where each batch of `size` samples starts and ends.
+    """Return the start and end of each batch of `size` samples.
 
-    A lone last sample joins the batch before it, since some normalisation takes its statistics from the batch.
+    A single last sample joins the batch before it, because some normalisation needs batch statistics.
     """
     ends = [end for end in range(size, samples, size) if end != samples - 1 or size == 1] + [samples]
     return list(zip([0, *ends], ends, strict=False))
 
 
 def merge_lone_samples(stream: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Join a lone sample, as the last one may be, to the batch before it if their shapes allow."""
+    """Join a single sample to the batch before it, if their shapes allow it."""
     held: tuple[Inputs, ...] | None = None
     for batch in stream:
         pairs = [] if held is None else list(zip(held, batch, strict=True))
@@ -83,10 +83,10 @@ def merge_lone_samples(stream: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any,
 
 
 def drop_small_batches(stream: Iterable[tuple[Inputs, Any]], size: int | None) -> Iterator[Inputs]:
-    """Leave out a last batch of less than half the first one's size, and lone samples unless the `size` of all is 1.
+    """Drop a last batch of less than half the first one's size, and single samples unless all batches are single.
 
-    Only the last batch can be a rest. A sampler that fills batches up to a number of tokens gives small batches of
-    long samples anywhere, also at the beginning.
+    Only the last batch can be a remainder. A sampler that limits the number of tokens makes small batches of long
+    samples anywhere, even at the beginning.
     """
     first, held = 0, None
     for inputs, _ in stream:
@@ -98,10 +98,10 @@ def drop_small_batches(stream: Iterable[tuple[Inputs, Any]], size: int | None) -
 
 
 class BatchCollector:
-    """Batches that become one tensor, without being in memory beside it.
+    """Collector that joins batches into one tensor without holding both in memory.
 
-    They are joined to blocks so large that the memory of each returns to the system once the block is copied. Batches
-    of other sizes, as those padded each to its own longest sample, make no tensor and are dropped.
+    Batches are joined to blocks that are large enough for their memory to return to the system once copied. Batches of
+    different shapes, e.g. each padded to its own longest sample, cannot be joined and are dropped.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class BatchCollector:
         self.sizes: list[int] = []
         self.bytes = 0
         self.other: Inputs | None = None
-        """Some samples of a batch that has another shape than the first."""
+        """Some samples of a batch with another shape than the first."""
         self._blocks = self._loose_bytes = 0
 
     def add(self, inputs: Inputs, labels: Tensor | None) -> None:
@@ -131,7 +131,7 @@ class BatchCollector:
             self._blocks, self._loose_bytes = len(self.inputs), 0
 
     def concatenate(self) -> tuple[Inputs, Tensor | None]:
-        """Return all inputs, which are dropped here, and all labels if there is one for each sample."""
+        """Return all inputs and, if every sample has one, all labels; the collector is emptied."""
         one_each = [len(part) for part in self.labels] == self.sizes and _have_same_shape(self.labels)
         labels = torch.cat(self.labels) if one_each else None
         first = self.inputs[0]
@@ -148,7 +148,7 @@ class BatchCollector:
 
 
 def _join(parts: list[Any], end: int) -> Tensor:
-    """Copy the blocks into one tensor, in the memory format of the first, and free each after its copy."""
+    """Copy the blocks into one tensor in the memory format of the first, freeing each after its copy."""
     dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
     sample = torch.empty_like(parts[0][:1])
     strides = (sample.numel(), *sample.stride()[1:])

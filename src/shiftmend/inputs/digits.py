@@ -20,11 +20,11 @@ LEVELS = 16
 """Grey levels above black in the stored images."""
 
 FAINT = 0.3
-"""Enlarging smears ink over the paper. What is fainter than this becomes plain black again."""
+"""Level below which pixels are set to black, because enlarging blurs ink over the background."""
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
-    """Load the digits as they were published, in the order of their writers.
+    """Load the digits as published, in the order of their writers.
 
     Returns:
         Images, float32 `[1797, 1, 8, 8]` from 0 (paper) to 1 (ink), and labels, int64 `[1797]`.

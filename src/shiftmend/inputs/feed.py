@@ -1,6 +1,6 @@
-"""Batches of inputs from whatever the user has: a tensor, an array, a `Dataset` or a `DataLoader`.
+"""Batches of inputs from a tensor, an array, a `Dataset` or a `DataLoader`.
 
-Only inputs leave a feed. Labels that came along are kept apart for the evaluator and never reach a method.
+A feed yields inputs only. Labels are kept apart for evaluation, and never reach a method.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from shiftmend.utils.tensor_tree import Inputs, list_leaves, unwrap_inputs
 logger = logging.getLogger(__name__)
 
 Preprocess = Callable[[Any], Any]
-"""Takes a batch of inputs, a tensor, dict or tuple, and returns one."""
+"""Function from a batch of inputs (a tensor, dict or tuple) to a batch."""
 
 MAX_INFERENCE_VALUES = 1 << 23
-"""Numbers in a batch of inputs that a GPU runs through a network where nothing is trained."""
+"""Largest number of input values in a batch for inference on a GPU."""
 
 REMEMBERED_SAMPLES = 64
-"""Samples of a stream that are kept, because each look at a loader starts its workers."""
+"""Number of samples of a stream that are cached, because each new iterator of a loader starts its workers."""
 
 
 SECONDS_TO_WARN = 60.0
-"""Time after which the first pass over data of unknown length is worth a word: the data may have no end."""
+"""Seconds after which the first pass over data of unknown length logs a message, since the data may be endless."""
 
 
 class Feed:
-    """A source of batches for any number of passes; several processes get shares of each batch.
+    """A source of batches for any number of passes; in a process group, each process gets its part of each batch.
 
-    Data that fits is read once and kept on the device as it came, so that 8-bit images stay 8-bit. An epoch is then a
-    permutation and a few gathers. With `resident=False`, with more than `limit` bytes, or where batches differ in size,
-    the loader is read in every epoch. A tensor that does not fit stays where it is and goes to the device by batches
-    (see `prefetch.py`). Augmentation that a loader draws anew in each epoch needs `resident=False`. Tables are
-    brought into the order of `columns`. Error messages call the data `what`.
+    Data that fit into memory are read once and kept on the device in their own dtype, so that 8-bit images stay 8-bit.
+    An epoch is then a permutation and a few gathers. The loader is read again in every epoch with `resident=False`,
+    with more than `limit` bytes, or if batches differ in size. A tensor that does not fit is copied to the device batch
+    by batch (see `prefetch.py`). Random augmentation inside a loader needs `resident=False`. Tables are reordered to
+    `columns`. Error messages call the data `what`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Feed:
         check_batch_size(batch_size)
         batch_size = None if batch_size is None else int(batch_size)
         source, self.columns = find_table(source, columns, what)
-        """Names of the columns; empty if the data is no table."""
+        """Names of the columns; empty if the data are not a table."""
         self._loader, own = open_source(source, batch_size, what)
         self.batch_size = batch_size or own or DEFAULT_BATCH_SIZE
         self.reduced_from: int | None = None
@@ -95,57 +95,57 @@ class Feed:
         self._first: Inputs | None = None
         self._other: Inputs | None = None
         self.on_batch: Callable[[int], None] = lambda samples: None
-        """Called with the number of samples of each batch, to show how far a pass has come."""
+        """Function that is called with the number of samples of each batch, to show progress."""
         limit = 0 if not resident else max_resident_bytes(self.device) if limit is None else limit
         if isinstance(self._loader, tuple):
             self._keep(self._loader[0], self._loader[1], limit)
         elif resident:
             self._read(limit)
         self.fits = None if isinstance(self._loader, tuple) or not resident else self.resident
-        """Whether a loader's data was found to fit; None where that was not in question."""
+        """Whether the data of a loader fit into memory; None if that was not tested."""
         self._shuffled = self._loader
         self._dataset = source if isinstance(source, Dataset) and not isinstance(source, IterableDataset) else None
         if self._inputs is None and self._dataset is not None:
             self._shuffled = DataLoader(self._dataset, batch_size=self.batch_size, shuffle=True)
         self.may_resize = batch_size is None and own is None and (self.resident or self._dataset is not None)
-        """Whether `resize` may be called: neither the caller nor a loader has decided how large batches are."""
+        """Whether `resize` may be called, because neither the caller nor a loader fixed the batch size."""
 
     @property
     def resident(self) -> bool:
-        """True if all data lies in memory, on the device or on the host."""
+        """True if all data are in memory, on the device or on the host."""
         return self._inputs is not None
 
     @property
     def inputs(self) -> Inputs | None:
-        """All inputs as they came, if they are resident."""
+        """All inputs before preprocessing, if resident."""
         return self._inputs
 
     @property
     def labels(self) -> Tensor | None:
-        """All labels that came along, if the data is resident; for evaluation and rehearsal only."""
+        """All labels, if the data are resident; for evaluation and rehearsal only."""
         return self._labels
 
     @property
     def samples(self) -> int:
-        """Number of samples; a stream of unknown length is counted in its first whole pass."""
+        """Number of samples; a stream of unknown length is counted in its first complete pass."""
         if self._samples is None:
             self._samples = self.known_samples or sum(len(inputs) for inputs, _ in self._stream(copy=False))
         return self._samples
 
     @property
     def known_samples(self) -> int | None:
-        """Number of samples, or None where a pass would have to count them."""
+        """Number of samples; None if a pass would have to count them."""
         return self._samples or batching.known_length(self._loader)
 
     @property
     def epoch_batch_size(self) -> int | None:
-        """Size of the batches of an epoch, None where they differ; a stream of unknown length is counted first."""
+        """Size of the batches of an epoch; None if they differ. A stream of unknown length is counted first."""
         if self._inputs is not None or batching.known_length(self._loader):
             return min(self.batch_size, self.samples)
         return self._size if self.samples else None
 
     def resize(self, batch_size: int) -> None:
-        """Make batches smaller or larger, before the first of them is used for training."""
+        """Change the batch size, before any batch is used for training."""
         assert self.may_resize
         if batch_size == self.batch_size:
             return
@@ -159,9 +159,9 @@ class Feed:
 
     @property
     def inference_batch_size(self) -> int:
-        """Samples to run through a network together where nothing is trained: a GPU wants many small ones.
+        """Number of samples per batch for inference, where a GPU is faster with large batches.
 
-        At most eight batches, which without a backward pass need no more memory than one batch with it.
+        At most eight training batches, which need no more memory without a backward pass than one with it.
         """
         if self.device.type != "cuda" or self._inputs is None:
             return self.batch_size
@@ -175,7 +175,7 @@ class Feed:
 
     @property
     def never_shuffles(self) -> bool:
-        """True if every epoch has the order of a loader, so that batches of sorted data are of one kind each."""
+        """True if every epoch has the fixed order of a loader, so that sorted data give biased batches."""
         return not self.resident and isinstance(self._shuffled, DataLoader) and batching.keeps_order(self._shuffled)
 
     def first(self, count: int) -> Inputs:
@@ -187,22 +187,22 @@ class Feed:
         return self.prepare(self._first[:count].clone())
 
     def examples(self, count: int) -> list[Inputs]:
-        """Return the first inputs and, where batches are known to differ in size, some inputs of another size."""
+        """Return the first inputs and, if batches are known to differ in size, some inputs of another size."""
         return [self.first(count)] + ([] if self._other is None else [self.prepare(self._other[:count].clone())])
 
     def batches(self, at_least: int = 0) -> Iterator[Inputs]:
-        """Yield every sample once, in the order of the source; resident data in batches of at least so many samples."""
+        """Yield every sample once, in order; resident data in batches of at least `at_least` samples."""
         if self._inputs is None:
             yield from self._send_inputs(local_parts(_merge_inputs(inputs for inputs, _ in self._stream())))
             return
         whole = self._inputs
         bounds = batching.batch_bounds(len(whole), max(self.batch_size, at_least))
-        # Nobody has to wait for indices on the host.
+        # Slices avoid waiting for indices on the host.
         parts = local_parts(torch.arange(start, end, device="cpu") for start, end in bounds)
         yield from self._send_inputs(Rows(whole, slice(int(part[0]), int(part[-1]) + 1)) for part in parts)
 
     def labelled_batches(self, at_least: int = 0) -> Iterator[tuple[Inputs, Tensor]]:
-        """Yield every sample with its label, for evaluation only; resident data in batches of at least so many."""
+        """Yield every sample with its label, for evaluation only; resident data in batches of at least `at_least`."""
         for inputs, labels in self._send(self._with_labels(at_least)):
             assert labels is not None
             yield inputs, labels
@@ -218,7 +218,7 @@ class Feed:
                 yield Rows(self._inputs, slice(start, end)), labels[start:end]
 
     def subset(self, count: int, seed: int, at_least: int = 0) -> Iterator[Inputs]:
-        """Yield at most `count` samples, the same ones each time; resident data in batches of at least so many."""
+        """Yield a fixed random subset of at most `count` samples; resident data in batches of at least `at_least`."""
         if self._inputs is None:
             yield from self._send_inputs(local_parts(_merge_inputs(self._stream_beginning(count, seed))))
         elif len(self._inputs) <= count:
@@ -229,7 +229,7 @@ class Feed:
             yield from self._send_inputs(Rows(whole, part) for part in parts)
 
     def subset_indices(self, count: int, seed: int, at_least: int = 0) -> list[Tensor]:
-        """Return which samples each batch of `subset` holds; resident data only."""
+        """Return the sample indices of each batch of `subset`; resident data only."""
         assert self._inputs is not None
         chosen = batching.random_order(len(self._inputs), seed)[:count].sort().values.to(self._inputs.device)
         bounds = batching.batch_bounds(len(chosen), max(self.batch_size, at_least))
@@ -239,16 +239,16 @@ class Feed:
         for inputs, _ in self._stream(seed, shuffled=True):
             yield inputs[:count]
             count -= len(inputs)
-            # A lone sample is left out, as in `batch_bounds`.
+            # A single last sample is left out, as in `batch_bounds`.
             if count <= 1:
                 return
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Batches of an epoch, or None where an epoch must not be cut.
+        """Number of batches in an epoch; None if an epoch must not be cut.
 
-        That is so for a stream whose order is fixed, since the samples behind the cut would never be seen, and for one
-        of unknown length.
+        An epoch must not be cut for a stream of fixed order, because the samples after the cut would never be used, nor
+        for a stream of unknown length.
         """
         if self._inputs is not None:
             return len(self._inputs) // min(self.batch_size, len(self._inputs))
@@ -256,13 +256,12 @@ class Feed:
         return None if known is None or batching.keeps_order(self._shuffled) else max(1, known // self.batch_size)
 
     def epoch(self, seed: int, number: int, steps: int | None = None) -> Iterator[tuple[Inputs, Tensor | None]]:
-        """Yield batches of equal size in a random order that depends on `seed` and `number` alone.
+        """Yield batches of equal size in a random order that depends only on `seed` and `number`.
 
-        With `steps`, there are so many batches: the beginning of an epoch, or several epochs one after the other. With
-        each batch comes the index of its samples, on the device; a stream gives None instead. The rest at the end of an
-        epoch is too small a sample for BatchNorm and for a histogram, and is left out; the next epoch leaves others
-        out. A source smaller than one batch is one batch. A stream gives its own batches, and leaves out only a last
-        one of less than half the size.
+        With `steps`, yield that many batches: the beginning of an epoch, or several epochs in a row. Each batch comes
+        with the indices of its samples on the device; None for a stream. The remainder at the end of an epoch is too
+        small for BatchNorm and histograms and is left out; the next epoch leaves out other samples. A source smaller
+        than one batch forms one batch. A stream yields its own batches, except a last one of less than half the size.
         """
         if self._inputs is None:
             batches = self._stream_epochs(_mix_seed(seed, number), steps)
@@ -275,7 +274,7 @@ class Feed:
         yield from self._send((Rows(whole, index), index) for index in indices)
 
     def _stream_epochs(self, seed: int, steps: int | None) -> Iterator[Inputs]:
-        """Yield the batches of one pass over a stream, or so many batches of as many passes as it takes."""
+        """Yield the batches of one pass over a stream, or `steps` batches over as many passes as needed."""
         taken = again = 0
         while True:
             stream = self._stream(_mix_seed(seed, again) if again else seed, shuffled=True)
@@ -289,9 +288,9 @@ class Feed:
                 return
 
     def epoch_order(self, seed: int, number: int, steps: int | None = None) -> Tensor:
-        """Return the order of all samples in an epoch, or that of so many batches; resident data only.
+        """Return the order of all samples in an epoch, or of `steps` batches; resident data only.
 
-        The order is where the samples lie.
+        The indices are on the device of the samples.
         """
         whole = self._inputs
         assert whole is not None
@@ -306,20 +305,20 @@ class Feed:
         return send(order, whole.device)
 
     def prepare(self, inputs: Inputs) -> Inputs:
-        """Bring inputs to the device and preprocess them there."""
+        """Move inputs to the device and preprocess them there."""
         inputs = send(inputs, self.device)
         if self.preprocess is None:
             return inputs
         return check_preprocessed(self.preprocess(unwrap_inputs(inputs)), inputs)
 
     def _send(self, batches: Iterable[Batch]) -> Iterator[tuple[Inputs, Tensor | None]]:
-        """Bring batches to the device, ahead of time where they come from the host, and preprocess them there."""
+        """Move batches to the device, prefetching those on the host, and preprocess them there."""
         on_host = self._inputs is None or self._inputs.device.type == "cpu"
         copier = make_copier(self.device) if on_host else None
         if copier is None:
             arriving = (read_batch(batch) for batch in batches)
         else:
-            # A thread may gather what lies in memory, unless threads take turns on the device.
+            # A background thread gathers resident data, unless threads share the GPU.
             arriving = prefetch(batches, copier, background=self._inputs is not None and not is_sharing_gpu())
         with closing(arriving):
             for inputs, beside in arriving:
@@ -333,9 +332,9 @@ class Feed:
     def _stream(
         self, seed: int = 0, copy: bool = True, shuffled: bool = False
     ) -> Iterator[tuple[Inputs, Tensor | None]]:
-        """Yield the batches of the loader; a loader that shuffles gives the order of the seed."""
+        """Yield the batches of the loader; a loader that shuffles uses the seed."""
         assert not isinstance(self._loader, tuple)
-        # A list gives its own batches, and a loader that does not collate may give the same memory again.
+        # Copies are needed, because a list returns its own batches, and a loader without collation may reuse memory.
         copy = copy and getattr(self._loader, "collate_fn", None) is not default_collate
         samples, sizes, started = 0, [], time.monotonic()
         for batch in iterate_seeded(self._shuffled if shuffled else self._loader, seed, self.what):
@@ -348,7 +347,7 @@ class Feed:
             sizes.append(len(inputs))
             if not self._checked and self.known_samples is None and time.monotonic() - started > SECONDS_TO_WARN:
                 logger.warning(
-                    "the %s has given %d samples and does not say how many there are; a pass ends only when it does",
+                    "the %s has given %d samples and has no known length; a pass ends only with the data",
                     self.what,
                     samples,
                 )
@@ -360,7 +359,7 @@ class Feed:
         self._checked, self._samples = True, self._samples or samples
 
     def _read(self, limit: int) -> None:
-        """Keep all data if it has one shape and stays below the limit; otherwise drop it and stream."""
+        """Keep all data if they have one shape and fit below the limit; otherwise stream them."""
         collector, samples = batching.BatchCollector(), self.known_samples or 0
         listed = isinstance(self._loader, list)
         for batch, label in self._stream(copy=not listed):
@@ -381,7 +380,7 @@ class Feed:
             check_finite(inputs, self.what)
         self._samples = len(inputs)
         if any(leaf.is_inference() for _, leaf in list_leaves(inputs)) and not torch.is_inference_mode_enabled():
-            # Nothing can be trained on tensors that were made in inference mode.
+            # Tensors made in inference mode cannot be used for training.
             inputs = inputs.clone()
         fits = inputs.nbytes <= limit
         self._inputs = narrow_float64(inputs.detach(), self.device).to(self.device) if fits else inputs.detach()

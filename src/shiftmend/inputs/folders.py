@@ -1,4 +1,4 @@
-"""Read images from a folder: decode them once in a pool of threads and, if wished, keep them as one array."""
+"""Reading images from a folder: decode them in a pool of threads, and optionally cache them as one array."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ CACHE_VERSION = 1
 
 @dataclass(frozen=True)
 class FolderListing:
-    """Image files of a folder, in the order of reading, and the class of each."""
+    """Image files of a folder in reading order, with the class of each."""
 
     files: tuple[str, ...]
-    """Relative to the folder, with forward slashes."""
+    """Paths relative to the folder, with forward slashes."""
     labels: tuple[int, ...] | None
     classes: tuple[str, ...]
     signature: str
-    """Changes when a file is added, removed or altered."""
+    """Hash that changes when a file is added, removed or modified."""
 
 
 def image_folder(
@@ -54,25 +54,25 @@ def image_folder(
     name: str | None = None,
     workers: int | None = None,
 ) -> Split:
-    """Read all images of a folder: flat (no labels), or one folder per class.
+    """Read all images of a folder, either flat (without labels) or with one folder per class.
 
-    A label is the position of its folder in the order of names: by value (2 before 10) where all names are numbers,
+    The label of an image is the index of its folder in sorted order: by value (2 before 10) if all names are numbers,
     else as text.
 
     Args:
         folder: The folder of image files, or of one folder per class.
-        size: Scale images to this side, or (height, width). By default all images must have one size.
-        channels: 1 or 3. By default 3 if any image has colour.
-        cache: A folder that keeps the decoded images as one `.npy` until a file changes.
-        classes: Names of the folders that have to be there, no fewer and no others.
-        name: What to call the set; by default the folder's name.
-        workers: Number of threads that decode.
+        size: Side length, or (height, width), to scale images to. By default, all images must have the same size.
+        channels: 1 or 3. By default, 3 if any image has colour.
+        cache: Folder that caches the decoded images as one `.npy` file until a file changes.
+        classes: Names of the folders that must exist, and no others.
+        name: Name of the set; by default the name of the folder.
+        workers: Number of decoding threads.
 
     Returns:
         A `Split`: `images` are uint8 `[N, channels, height, width]`, `labels` int64 `[N]` or None.
 
     Raises:
-        DataError: If the folder is missing, holds no images, or holds images that do not go together.
+        DataError: If the folder is missing, has no images, or has images that do not fit together.
 
     >>> import tempfile
     >>> from PIL import Image
@@ -84,19 +84,17 @@ def image_folder(
     """
     path = as_path(folder, "the folder of images", DataError)
     if channels not in (None, 1, 3):
-        raise DataError(f"images have 1 or 3 channels, got channels={channels}")
+        raise DataError(f"Expected images of 1 or 3 channels, got channels={channels}.")
     shape = (size, size) if isinstance(size, int) else size
     if shape is not None and not (
         isinstance(shape, tuple) and len(shape) == 2 and all(is_whole(side) and side > 0 for side in shape)
     ):
-        raise DataError(
-            f"images have at least 1 pixel a side, got size={brief(size)}; expected a side, or (height, width)"
-        )
+        raise DataError(f"Expected size to be a side in pixels, or (height, width), at least 1, got {brief(size)}.")
     listing = list_images(path)
     if classes is not None and listing.classes != classes:
         raise DataError(
-            f"{path} holds {_summarise(listing.classes)}; expected {_summarise(classes)}, or labels would be wrong: "
-            "put the right folders there"
+            f"Expected {_summarise(classes)} in {path}, got {_summarise(listing.classes)}. Put the right folders "
+            "there, since labels count folders."
         )
     label = name or path.name
     stored = None if cache is None else _cache_file(Path(cache), label, listing, shape, channels)
@@ -110,33 +108,35 @@ def image_folder(
 
 
 def list_images(folder: Path) -> FolderListing:
-    """List the images of a folder, one level deep at most."""
+    """List the images of a folder, at most one level deep."""
     if not folder.is_dir():
-        raise DataError(f"{folder} is missing: expected a folder of images, or of one folder per class")
+        raise DataError(f"Expected a folder of images, or of one folder per class, got {folder}, which is missing.")
     flat, folders = _scan(folder)
     found = {name: _scan(folder / name) for name in folders}
     parts = {name: files for name, (files, _) in found.items()}
     filled = {name: files for name, files in parts.items() if files}
     if flat and filled:
         raise DataError(
-            f"{folder} holds images ({flat[0].name}) beside folders of images ({next(iter(filled))}); "
-            "expected either images alone or one folder per class: move one of the two away"
+            f"Expected either images or one folder per class in {folder}, got both ({flat[0].name}, "
+            f"{next(iter(filled))}). Move one of the two away."
         )
     if flat:
         return FolderListing(tuple(entry.name for entry in flat), None, (), _signature({"": flat}))
     if not filled:
-        raise DataError(f"{folder} holds no images: expected files such as 0.png in it or in one folder per class")
+        raise DataError(
+            f"Expected images in {folder}, or in one folder per class, got none. Put files such as 0.png there."
+        )
     if len(filled) < len(parts):
         empty = next(name for name, files in parts.items() if not files)
         raise DataError(
-            f"{folder / empty} holds no images: expected those of class {empty}; put them there, or remove the folder "
-            "if it is none (labels count the folders, so those behind a class that is missing would change)"
+            f"Expected images of class {empty}, got none in {folder / empty}. Put them there, or remove the folder; "
+            "labels count the folders in order."
         )
     for below in (folder / name / inner for name, (_, within) in found.items() for inner in within):
         if deeper := _scan(below)[0]:
             raise DataError(
-                f"{below} holds images ({deeper[0].name}) a level deeper than those of its class; expected them in "
-                f"{below.parent} itself: move them there, or away"
+                f"Expected images in {below.parent} itself, got {deeper[0].name} a level deeper, in {below}. Move them "
+                "up, or away."
             )
     files = tuple(f"{name}/{entry.name}" for name, entries in parts.items() for entry in entries)
     labels = tuple(number for number, entries in enumerate(parts.values()) for _ in entries)
@@ -149,7 +149,7 @@ def decode_images(
     channels: int | None = None,
     workers: int | None = None,
 ) -> NDArray[np.uint8]:
-    """Decode image files to uint8 [N, C, H, W]; without a `size`, all have to have the size of the first."""
+    """Decode image files to uint8 `[N, C, H, W]`; without `size`, all must have the size of the first."""
     with _open(paths[0]) as first:
         common = (first.height, first.width) if size is None else size
 
@@ -157,25 +157,25 @@ def decode_images(
         picture = decode_image(path, size, channels)
         if picture.shape[1:] != common:
             raise DataError(
-                f"{path} is {picture.shape[1]} x {picture.shape[2]} pixels but {paths[0]} is "
-                f"{common[0]} x {common[1]}; expected one size: pass size= (--size) to scale them all to it"
+                f"Expected images of one size, got {picture.shape[1]} x {picture.shape[2]} pixels in {path} and "
+                f"{common[0]} x {common[1]} in {paths[0]}. Pass size= (--size)."
             )
         return picture
 
     with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
         images = np.empty((len(paths), 1, *common), np.uint8)
-        # Pictures go into the array one by one: all of them beside the array would take twice the memory.
+        # Images are copied into the array one by one; a separate list would double the memory.
         for position, picture in enumerate(pool.map(decode, paths)):
             if len(picture) > images.shape[1]:
                 grey, images = images[:position], np.empty((len(paths), len(picture), *common), np.uint8)
                 images[:position] = grey
-            # A grey picture among coloured ones fills all three channels.
+            # A grey image among coloured ones fills all three channels.
             images[position] = picture
     return images
 
 
 def decode_image(path: Path, size: tuple[int, int] | None, channels: int | None) -> NDArray[np.uint8]:
-    """Decode one image file to uint8 [C, H, W], scaled to `size` if it has another; `channels` is its own if None."""
+    """Decode one image file to uint8 `[C, H, W]`, scaled to `size`; `channels` None keeps its own channels."""
     from PIL.Image import Resampling
 
     with _open(path) as image:
@@ -196,21 +196,21 @@ def _open(path: Path) -> Image:
     try:
         image = Image.open(path)
     except FileNotFoundError:
-        raise DataError(f"{path} is missing: expected an image there; fetch or unpack the set again") from None
+        raise DataError(f"Expected an image, got {path}, which is missing. Fetch or unpack the set again.") from None
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise _damaged(path, error) from error
     if image.mode not in GREY_MODES | COLOUR_MODES or _is_cut_to_8_bits(image):
         mode = f"{image.mode} with 16 bits" if image.mode in GREY_MODES | COLOUR_MODES else image.mode
         image.close()
-        raise DataError(f"{path} has pixels of mode {mode}; expected 8 bits a channel: convert it to 8 bits first")
+        raise DataError(f"Expected 8 bits a channel in {path}, got pixels of mode {mode}. Convert it to 8 bits first.")
     return image
 
 
 def _is_cut_to_8_bits(image: Image) -> bool:
-    """Tell whether Pillow would keep only the upper 8 of 16 bits a channel: 12-bit recordings would become black.
+    """Tell whether Pillow would keep only the upper 8 of 16 bits per channel, so that 12-bit images become black.
 
-    The layout in the file tells, e.g. `RGB;16B`. `BGR;16`, of bitmaps, means 16 bits for all channels together. A .ppm
-    file states its value of white, which Pillow scales by: 4095 means 12 bits and comes out right.
+    The raw mode of the file shows it, e.g. `RGB;16B`. `BGR;16` of bitmaps means 16 bits for all channels together. A
+    .ppm file states its white level, by which Pillow scales, so 12 bits (4095) are read correctly.
     """
     layouts = [tile[3] for tile in getattr(image, "tile", ())]
     parts = [part for layout in layouts for part in (layout if isinstance(layout, tuple) else (layout,))]
@@ -220,22 +220,24 @@ def _is_cut_to_8_bits(image: Image) -> bool:
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path} is no whole image ({error}): expected a PNG, JPEG or the like; replace the file")
+    return DataError(
+        f"Expected an image such as PNG or JPEG, got {path}, which is damaged or none ({error}). Replace it."
+    )
 
 
 def _scan(folder: Path) -> tuple[list[os.DirEntry[str]], list[str]]:
-    """List the image files, in order, and the names of the folders; pass over hidden ones."""
+    """List the image files in sorted order and the names of the folders; skip hidden ones."""
     with os.scandir(folder) as entries:
         visible = [entry for entry in entries if not entry.name.startswith(".")]
     images = [entry for entry in visible if os.path.splitext(entry.name)[1].lower() in SUFFIXES]
     for entry in images:
         try:
-            # The entry remembers the answer, which the signature needs.
+            # The entry caches its stat, which the signature needs.
             entry.stat()
         except OSError as error:
             raise DataError(
-                f"{entry.path} is a link to a file that cannot be reached ({error.strerror}); expected an image: fetch "
-                "what it links to, or remove the link"
+                f"Expected an image, got {entry.path}, a link to a file that cannot be reached ({error.strerror}). "
+                "Fetch that file, or remove the link."
             ) from error
     files = {entry.name: entry for entry in images if entry.is_file()}
     folders = [entry.name for entry in visible if entry.name not in files and os.path.isdir(entry)]
@@ -243,7 +245,7 @@ def _scan(folder: Path) -> tuple[list[os.DirEntry[str]], list[str]]:
 
 
 def _sort(names: list[str], suffixed: bool = False) -> list[str]:
-    """Sort by value where all names are numbers: as text, 10 would come before 2 and labels would be wrong."""
+    """Sort by value if all names are numbers; as text, 10 would come before 2 and labels would be wrong."""
     stems = {name: os.path.splitext(name)[0] if suffixed else name for name in names}
     if all(stem.isdecimal() for stem in stems.values()):
         return sorted(names, key=lambda name: (int(stems[name]), name))
@@ -269,13 +271,13 @@ def _signature(parts: dict[str, list[os.DirEntry[str]]]) -> str:
 def _cache_file(
     folder: Path, name: str, listing: FolderListing, size: tuple[int, int] | None, channels: int | None
 ) -> Path:
-    """Name the cache after the set, how it is decoded, and what its files looked like."""
+    """Return the path of the cache, which depends on the set, the decoding options and the files."""
     manner = hashlib.sha256(json.dumps([CACHE_VERSION, size, channels]).encode()).hexdigest()[:8]
     return folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}-{manner}-{listing.signature[:16]}.npy"
 
 
 def _read_cache(path: Path, count: int) -> NDArray[np.uint8] | None:
-    """Read the kept array; None if it is absent or not whole, and the images have to be decoded again."""
+    """Read the cached array; None if it is missing or incomplete, so that images are decoded again."""
     try:
         with path.open("rb") as file:
             array: NDArray[Any] = read_array(file, path.stat().st_size)
@@ -286,7 +288,7 @@ def _read_cache(path: Path, count: int) -> NDArray[np.uint8] | None:
 
 
 def _write_cache(path: Path, images: NDArray[np.uint8]) -> None:
-    """Keep the array in place of older ones; a folder that cannot be written to goes without."""
+    """Write the array to the cache, replacing older ones; skip a folder that cannot be written to."""
     try:
         with replacing(path) as (place,), place.open("wb") as file:
             np.save(file, images)

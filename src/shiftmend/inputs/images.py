@@ -21,12 +21,12 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Split:
-    """A set of images in memory, as stored, before any scaling.
+    """A set of images in memory, as stored, without scaling.
 
     Attributes:
         images: uint8 `[N, C, H, W]`.
-        labels: int64 `[N]`, numbers of classes, or None for images without labels.
-        name: What to call the set.
+        labels: Class numbers, int64 `[N]`, or None.
+        name: Name of the set.
         classes: Names of the classes, in the order of their numbers.
 
     >>> Split(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1]), "scans", ("good", "bad"))
@@ -46,23 +46,22 @@ class Split:
         images, labels = self.images, self.labels
         if images.dtype != torch.uint8 or images.ndim != 4 or 0 in images.shape:
             raise DataError(
-                f"{self.name} holds {str(images.dtype).removeprefix('torch.')} {list(images.shape)}; "
-                "expected at least one image as uint8 [N, C, H, W]"
+                f"Expected {self.name} to hold at least one image as uint8 [N, C, H, W], got "
+                f"{str(images.dtype).removeprefix('torch.')} {list(images.shape)}."
             )
         if labels is None:
             return
         if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
             raise DataError(
-                f"{self.name} has {counted(len(images), 'image')} but labels of "
-                f"{str(labels.dtype).removeprefix('torch.')} {list(labels.shape)}; expected one int64 label "
-                "an image"
+                f"Expected one int64 label for each of {counted(len(images), 'image')} of {self.name}, got "
+                f"{str(labels.dtype).removeprefix('torch.')} {list(labels.shape)}."
             )
         lowest, highest = int(labels.min()), int(labels.max())
         if lowest < 0 or (self.classes and highest >= len(self.classes)):
             expected = f"0 to {len(self.classes) - 1}" if self.classes else "class numbers from 0"
             raise DataError(
-                f"{self.name} has labels from {lowest} to {highest}; expected {expected}: the labels belong to another "
-                "set or are damaged, or mark images without a class, which have to be left out"
+                f"Expected {expected} as labels of {self.name}, got {lowest} to {highest}. Leave out images without "
+                "a class, or replace damaged labels."
             )
 
     def __len__(self) -> int:
@@ -75,12 +74,12 @@ class Split:
 
 
 def as_images(array: NDArray[np.uint8]) -> Tensor:
-    """Copy an array into a tensor: what is read from a file is read-only, mapped or laid out in another order."""
+    """Copy an array into a tensor. Arrays from files may be read-only, memory-mapped or of another layout."""
     return torch.from_numpy(np.array(array, dtype=np.uint8, order="C"))
 
 
 def check_range(array: NDArray[Any], what: str) -> None:
-    """Refuse numbers that int64 or float32, which models take, cannot hold: they would change without a word."""
+    """Refuse values beyond the range of int64 or float32, which would change silently."""
     if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.size and int(array.max()) >= 1 << 63:
         raise DataError(f"Expected every {what} below 2 ** 63, got {int(array.max())}. Try smaller numbers.")
     if array.dtype.kind == "f" and array.dtype.itemsize > 4 and array.size:
@@ -91,7 +90,7 @@ def check_range(array: NDArray[Any], what: str) -> None:
 
 
 def as_labels(array: NDArray[np.integer]) -> Tensor:
-    """Copy class numbers into an int64 tensor; refuse those beyond its range, which would become other numbers."""
+    """Copy class numbers into an int64 tensor; refuse values beyond its range."""
     check_range(array, "class number")
     return torch.from_numpy(np.array(array, dtype=np.int64, order="C"))
 
@@ -114,15 +113,15 @@ def _standardise(images: Tensor, mean: tuple[float, ...], deviation: tuple[float
 
 
 def per_channel(values: tuple[float, ...], like: Tensor) -> Tensor:
-    """Make a tensor `[1, channels, 1, 1]` of one number per channel, with the type and device of `like`, once.
+    """Return a tensor `[1, channels, 1, 1]` with the dtype and device of `like`, created once and cached.
 
-    Copying numbers to a GPU for every batch would wait for the GPU each time, and could not be part of a CUDA graph.
+    Copying the values to a GPU for every batch would synchronise each time, and cannot be part of a CUDA graph.
     """
     return _make_per_channel(values, like.dtype, like.device)
 
 
 @functools.cache
 def _make_per_channel(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # The tensor is kept for callers of any kind, also those that train.
+    # The cached tensor must be usable in training as well.
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device).view(1, -1, 1, 1)

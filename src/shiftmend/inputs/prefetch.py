@@ -1,8 +1,8 @@
-"""Prefetch batches from the host's memory to a GPU while the GPU computes on the batch before.
+"""Prefetching of batches from host memory to a GPU while the GPU computes on the previous batch.
 
-A batch is put together in pinned memory, from where the GPU fetches it on a stream of its own. The stream that computes
-waits for the copy; the host waits for neither. A thread in the background gathers what lies in memory as a whole. The
-batches of a loader are read by the thread that asks for them, because a loader may draw from that thread's generators.
+A batch is assembled in pinned memory, from which the GPU copies it on a separate stream. The computing stream waits for
+the copy; the host waits for neither. Resident data are gathered by a background thread. Batches of a loader are read by
+the consuming thread, because a loader may draw from that thread's random number generators.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from torch import Tensor
 from shiftmend.utils.tensor_tree import Inputs, TensorTree
 
 DEPTH = 3
-"""Batches in pinned memory, and on the device beside those that the consumer keeps: one in use, the others ahead."""
+"""Number of batches in pinned memory, and on the device: one in use, the others ahead."""
 
 THREAD_NAME = "shiftmend-prefetch"
 
 
 class Rows(NamedTuple):
-    """Some samples of inputs in memory: those of an index, in its order, or those of a slice."""
+    """Some samples of resident inputs, selected by an index or a slice."""
 
     whole: Inputs
     where: Tensor | slice
 
     def read(self) -> Inputs:
-        """Copy the samples, so that work in place never changes the caller's data."""
+        """Copy the samples, so that in-place operations never change the caller's data."""
         rows = self.whole[self.where]
         return rows.clone() if isinstance(self.where, slice) else rows
 
 
 Batch: TypeAlias = "tuple[Inputs | Rows, Tensor | None]"
-"""Inputs, and what belongs to them: labels, or the index of the samples."""
+"""Inputs with their labels, or with the indices of their samples."""
 
 Arrived: TypeAlias = "tuple[Inputs, Tensor | None]"
 
@@ -49,7 +49,7 @@ Part: TypeAlias = "Tensor | Rows | None"
 
 
 def read_batch(batch: Batch) -> Arrived:
-    """Read a batch where it lies, without a copier."""
+    """Read a batch without copying it to a device."""
     inputs, beside = batch
     return inputs.read() if isinstance(inputs, Rows) else inputs, beside
 
@@ -58,27 +58,27 @@ class Event(Protocol):
     """A point in the work of a device, as `torch.cuda.Event`."""
 
     def synchronize(self) -> None:
-        """Wait until the device has come there."""
+        """Wait until the device has reached this point."""
 
 
 class Copier(Protocol):
-    """The operations of a device that prefetching needs. Tests have copiers without a device."""
+    """The operations of a device that prefetching needs. Tests use copiers without a device."""
 
     def allocate(self, size: int) -> Tensor:
-        """Allocate bytes on the host that the device can read by itself."""
+        """Allocate pinned memory on the host."""
 
     def send(self, staged: list[Tensor]) -> tuple[list[Tensor], Event]:
-        """Begin to copy. The copies may be used after `receive`; the staged tensors are free after the event."""
+        """Start to copy. The copies may be used after `receive`; the staged tensors are free after the event."""
 
     def receive(self, sent: list[Tensor], copied: Event) -> None:
-        """Let what the calling thread launches from here on wait for the copies."""
+        """Make all later work of the calling thread wait for the copies."""
 
     def record(self) -> Event:
-        """Return the point where the device has done what the calling thread has launched so far."""
+        """Return an event after all work that the calling thread has launched so far."""
 
 
 class CudaCopier:
-    """A copier with a stream of its own, made by the thread that computes: each thread has its own current GPU."""
+    """A copier with its own stream, made by the computing thread, because each thread has its own current GPU."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -98,7 +98,7 @@ class CudaCopier:
         assert isinstance(copied, torch.cuda.Event)
         stream.wait_event(copied)
         for tensor in sent:
-            # The memory belongs to the copying stream, which must not reuse it before this stream is done with it.
+            # The memory belongs to the copying stream, which must not reuse it before this stream has finished.
             tensor.record_stream(stream)
 
     def record(self) -> Event:
@@ -107,30 +107,30 @@ class CudaCopier:
 
 @functools.cache
 def _copy_stream(index: int) -> torch.cuda.Stream:
-    """Return the one copying stream of a GPU: memory freed on a stream is given out again on that stream only."""
+    """Return the only copying stream of a GPU; memory freed on a stream is reused on that stream only."""
     return torch.cuda.Stream(index)
 
 
 def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    # With `blocking`, a thread that waits sleeps: the cores have batches to make.
+    # With `blocking`, a waiting thread sleeps and leaves its core to the data workers.
     event = torch.cuda.Event(blocking=True)
     event.record(stream)
     return event
 
 
 def make_copier(device: torch.device) -> Copier | None:
-    """Make a copier for a GPU; None for other devices, where nothing is gained."""
+    """Make a copier for a GPU; None for other devices, which gain nothing."""
     return CudaCopier(device) if device.type == "cuda" else None
 
 
 def prefetch(
     batches: Iterable[Batch], copier: Copier, background: bool, depth: int = DEPTH
 ) -> Generator[Arrived, None, None]:
-    """Yield all batches in their order, on the device; at most `depth` of them are in use or on their way.
+    """Yield all batches in order on the device; at most `depth` of them are in use or being copied.
 
-    The calling thread iterates over `batches`. In the background, `depth - 1` batches are made ahead of the one in
-    use; otherwise each is made when it is asked for, and only its copy overlaps. The background ends with the iterator,
-    also half-way. An error in the background is raised where its batch would have been.
+    The calling thread iterates over `batches`. With `background`, `depth - 1` batches are made ahead of the one in use;
+    otherwise each is made on request, and only its copy overlaps. The background thread ends with the iterator, even if
+    it is not exhausted. An error in the background is raised at the position of its batch.
     """
     return _prefetch_in_background(batches, copier, depth) if background else _prefetch_in_turn(batches, copier, depth)
 
@@ -138,7 +138,7 @@ def prefetch(
 def _prefetch_in_background(batches: Iterable[Batch], copier: Copier, depth: int) -> Generator[Arrived, None, None]:
     slots = [_Slot(copier) for _ in range(depth)]
     under_way: deque[Future[_Transfer]] = deque()
-    # The worker is handed single batches and never waits for the consumer, so it ends when it is given up.
+    # The worker gets single batches and never waits for the consumer, so it ends when the iterator is dropped.
     worker = ThreadPoolExecutor(1, THREAD_NAME)
     try:
         done_with: Event | None = None
@@ -150,9 +150,9 @@ def _prefetch_in_background(batches: Iterable[Batch], copier: Copier, depth: int
         while under_way:
             yield under_way.popleft().result().receive(copier)
     finally:
-        # Any thread may collect an iterator in a reference cycle, but no thread can wait for itself.
+        # Any thread may garbage-collect an iterator in a reference cycle, but no thread can join itself.
         own = threading.current_thread().name.startswith(THREAD_NAME)
-        # An iterator that is left half way may be collected when the interpreter ends, which has joined all workers.
+        # An unfinished iterator may be collected at interpreter exit, when all workers have been joined.
         if not sys.is_finalizing():
             worker.shutdown(wait=not own, cancel_futures=True)
 
@@ -168,7 +168,7 @@ def _prefetch_in_turn(batches: Iterable[Batch], copier: Copier, depth: int) -> G
 
 
 class _Transfer(NamedTuple):
-    """A batch on its way."""
+    """A batch that is being copied."""
 
     inputs: Inputs
     beside: Tensor | None
@@ -181,17 +181,17 @@ class _Transfer(NamedTuple):
 
 
 class _Slot:
-    """Host memory for one batch, which is used again and again and grows as needed."""
+    """Reusable host memory for one batch, which grows as needed."""
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
         self._memory: list[Tensor] = []
-        # Tensors that a loader has pinned must live until they have been copied, too.
+        # Tensors that a loader has pinned must also stay alive until they have been copied.
         self._staged: list[Tensor] = []
         self._copied: Event | None = None
 
     def send(self, batch: Batch, room: Event | None) -> _Transfer:
-        """Begin to copy a batch, once this memory is free and the device has come to the event `room`."""
+        """Start to copy a batch, once this memory is free and the device has reached the event `room`."""
         if self._copied is not None:
             self._copied.synchronize()
         with torch.inference_mode(False), torch.no_grad():
@@ -206,7 +206,7 @@ class _Slot:
         return _Transfer(_join_inputs(batch[0], leaves), beside, moved, self._copied)
 
     def _stage(self, place: int, part: Part) -> Tensor:
-        """Put a part of a batch into memory that the device reads, with the strides of a plain copy."""
+        """Copy a part of a batch into pinned memory, with the strides of a plain copy."""
         assert part is not None
         if isinstance(part, Tensor) and part.is_pinned() and part.is_contiguous():
             # A loader with pin_memory=True made it.
@@ -218,11 +218,11 @@ class _Slot:
         assert isinstance(values.where, Tensor)
         assert isinstance(values.whole, Tensor)
         staged = self._reserve(place, values.whole[values.where[:1]], len(values.where))
-        # Several times faster than whole[index].
+        # This is several times faster than whole[index].
         return torch.index_select(values.whole, 0, values.where, out=staged)
 
     def _reserve(self, place: int, like: Tensor, samples: int) -> Tensor:
-        """Return a part of the memory with the type and strides of `like`, but for so many samples."""
+        """Return a view of the memory with the dtype and strides of `like`, for a number of samples."""
         shape = (samples, *like.shape[1:])
         size = math.prod(shape) * like.element_size()
         while len(self._memory) <= place:
@@ -240,7 +240,7 @@ def _split_inputs(inputs: Inputs | Rows) -> list[Tensor | Rows]:
 
 
 def _join_inputs(inputs: Inputs | Rows, leaves: list[Part]) -> Inputs:
-    """Put what has arrived into the form of the inputs."""
+    """Assemble the copied tensors in the structure of the inputs."""
     there = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     assert len(there) == len(leaves)
     like = inputs.whole if isinstance(inputs, Rows) else inputs
@@ -248,6 +248,6 @@ def _join_inputs(inputs: Inputs | Rows, leaves: list[Part]) -> Inputs:
 
 
 def _is_on_host(part: Part) -> bool:
-    """Tell whether a part of a batch has to be copied; a tensor on a device stays as it is."""
+    """Tell whether a part of a batch must be copied; tensors on a device need no copy."""
     tensor = part.whole if isinstance(part, Rows) else part
     return isinstance(tensor, Tensor) and tensor.device.type == "cpu" and tensor.layout == torch.strided

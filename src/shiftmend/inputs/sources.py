@@ -1,7 +1,7 @@
 """Sources of data: tensors, arrays, tables, a `Dataset`, a `DataLoader`, batches. The one place that refuses data.
 
-Inputs are a tensor, or several in a dict or a tuple. A tuple at the outside is inputs and labels.
-Reading a source gives the same order and the same augmentation for the same seed, whatever else draws random numbers.
+Inputs are a tensor, or several in a dict or a tuple. A tuple at the top level is (inputs, labels). With the same seed,
+reading a source gives the same order and augmentation, whatever else draws random numbers.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from shiftmend.utils.tensor_tree import Inputs, TensorTree, list_leaves
 DEFAULT_BATCH_SIZE = 256
 
 LABEL_NAMES = ("label", "labels", "target", "targets")
-"""Keys under which a dict may hold labels; any other key may hold inputs."""
+"""Keys of labels in a dict; all other keys may be inputs."""
 
 
 def find_table(source: Any, columns: Sequence[str], what: str) -> tuple[Any, tuple[str, ...]]:
-    """Bring the columns of a table or data frame into the order of `columns`, and return it with their names.
+    """Reorder the columns of a table or data frame to `columns`; return the table and its column names.
 
-    What has no names of columns is returned as it is. Error messages call the data `what`.
+    Data without column names are returned unchanged. Error messages call the data `what`.
     """
     inputs, *others = source if isinstance(source, tuple) and source else (source,)
     if is_frame(inputs):
@@ -48,7 +48,7 @@ def find_table(source: Any, columns: Sequence[str], what: str) -> tuple[Any, tup
 
 
 def open_source(source: Any, batch_size: int | None, what: str) -> tuple[Any, int | None]:
-    """Turn what a user has into `(inputs, labels or None)` or an iterable of batches, with the batch size it brings.
+    """Convert a user's data to `(inputs, labels or None)` or an iterable of batches; also return its batch size.
 
     Error messages call the data `what`, e.g. "target data".
     """
@@ -56,7 +56,7 @@ def open_source(source: Any, batch_size: int | None, what: str) -> tuple[Any, in
         source = _split_by_name(source, what)
     if isinstance(source, Tensor | np.ndarray | TensorTree):
         return (_as_inputs(source, what), None), None
-    # A subclass of TensorDataset may give other samples than the tensors that it holds.
+    # A subclass of TensorDataset may return other samples than its tensors.
     if type(source) is TensorDataset:
         return (_as_inputs(source.tensors[0], what), source.tensors[1] if len(source.tensors) > 1 else None), None
     if isinstance(source, tuple) and is_inputs_and_labels(source):
@@ -64,36 +64,38 @@ def open_source(source: Any, batch_size: int | None, what: str) -> tuple[Any, in
         labels = as_tensor(source[1], what) if len(source) > 1 and source[1] is not None else None
         if labels is not None and (labels.ndim == 0 or len(inputs) != len(labels)):
             raise DataError(
-                f"the {what} has {counted(len(inputs), 'input')} but "
-                f"{counted(len(labels) if labels.ndim else 1, 'label')}"
+                f"Expected one label for each input of the {what}, got {counted(len(inputs), 'input')} and "
+                f"{counted(len(labels) if labels.ndim else 1, 'label')}."
             )
         return (inputs, labels), None
     if isinstance(source, DataLoader):
         sampler = source.batch_sampler
         own = sampler.batch_size if type(sampler) is BatchSampler else None
-        # Another size would hold only where the data fits into memory.
+        # Another batch size could be used only if the data fit into memory.
         if sampler is not None and batch_size not in (None, own):
             its = "with a batch_sampler of its own" if own is None else f"of batches of {own}"
             raise DataError(
-                f"the {what} is a DataLoader {its}, but batch_size={batch_size} was asked for; leave one of the two out"
+                f"Expected one batch size for the {what}, got batch_size={batch_size} and a DataLoader {its}. Leave "
+                "one of the two out."
             )
         return source, own
     if isinstance(source, IterableDataset | Dataset):
         if not isinstance(source, IterableDataset) and not hasattr(source, "__len__"):
             raise DataError(
-                f"the {what} is {kind(source)}, a Dataset without __len__; expected one that knows its size"
+                f"Expected the {what} to be a Dataset with __len__, got {kind(source)} without. Try an IterableDataset."
             )
         return DataLoader(source, batch_size=batch_size or DEFAULT_BATCH_SIZE), None
     if isinstance(source, Iterable) and not _cannot_hold_batches(source):
-        # As a tuple, two batches would look like inputs and labels.
+        # Two batches in a tuple would look like inputs and labels.
         return list(source) if isinstance(source, tuple) else source, None
     raise DataError(
-        f"the {what} is {kind(source)}; expected a tensor, an array, a Dataset or a DataLoader{_suggest(source)}"
+        f"Expected the {what} to be a tensor, an array, a Dataset or a DataLoader, got "
+        f"{kind(source)}.{_suggest(source)}"
     )
 
 
 def is_inputs_and_labels(source: Sequence[Any]) -> bool:
-    """Tell inputs with labels (or None) from a tuple of batches, each of which may be a pair itself."""
+    """Tell (inputs, labels or None) from a tuple of batches, each of which may be a pair itself."""
     if not source or isinstance(source[0], Tensor | np.ndarray | TensorTree):
         return bool(source)
     several = isinstance(source[0], Mapping | tuple | list)
@@ -101,45 +103,48 @@ def is_inputs_and_labels(source: Sequence[Any]) -> bool:
 
 
 def _cannot_hold_batches(source: Any) -> bool:
-    """Tell whether Python can iterate over something, but not by batches, or not twice."""
+    """Tell whether an iterable does not hold batches, or can be iterated only once."""
     if isinstance(source, Iterator | str | bytes | Mapping | nn.Module) or hasattr(source, "to_numpy"):
         return True
     return _is_hugging_face(source)
 
 
 def _is_hugging_face(source: Any) -> bool:
-    """Tell a `datasets.Dataset`, which gives its rows, without a need for the package."""
+    """Recognise a `datasets.Dataset`, which yields rows, without importing the package."""
     return hasattr(source, "column_names") and hasattr(source, "with_format")
 
 
 def _suggest(source: Any) -> str:
-    """Guess what a user meant who passed something else."""
+    """Suggest what to pass instead of an unsupported object."""
     if isinstance(source, Iterator):
-        return " (a generator can be run through only once: make a list of it)"
+        return " A generator can be run through only once: make a list of it."
     if isinstance(source, str | os.PathLike):
-        return "; read the files first, e.g. shiftmend.image_folder(folder).images"
+        return " Read the files first, e.g. shiftmend.image_folder(folder).images."
     if _is_hugging_face(source):
-        return "; try shiftmend.integrations.huggingface.as_dataset(rows, columns)"
+        return " Try shiftmend.integrations.huggingface.as_dataset(rows, columns)."
     if hasattr(source, "images"):
-        return "; pass its images, or (images, labels) to evaluate"
-    return "; pass what its to_numpy() gives" if hasattr(source, "to_numpy") else ""
+        return " Pass its images, or (images, labels) to evaluate."
+    return " Pass what its to_numpy() returns." if hasattr(source, "to_numpy") else ""
 
 
 def _split_by_name(named: Mapping[Any, Any], what: str) -> tuple[Any, Any]:
     """Return inputs and labels (or None) of a dict such as {"image": ..., "label": ...}.
 
-    One entry with more than one axis is the inputs, and columns of numbers beside it, such as an index, are left out.
-    Otherwise all entries that hold numbers are inputs.
+    If one entry has more than one axis, it is the input, and columns of numbers beside it, such as an index, are left
+    out. Otherwise all entries with numbers are inputs.
     """
     found = [name for name in LABEL_NAMES if _is_array(named.get(name))]
     if len(found) > 1:
-        raise DataError(f"the {what} may hold labels under {' and '.join(map(repr, found))}; leave one of them out")
+        raise DataError(
+            f"Expected labels of the {what} under one name, got {' and '.join(map(repr, found))}. Leave one of them "
+            "out."
+        )
     others = {name: value for name, value in named.items() if name not in LABEL_NAMES}
     inputs = {name: value for name, value in others.items() if _holds_numbers(value, f"entry {name!r}", what)}
     if not inputs:
         raise DataError(
-            f"the {what} is a dict of {', '.join(map(repr, named)) or 'nothing'}; expected tensors or arrays of inputs "
-            "by name"
+            f"Expected the {what} to be a dict of inputs, tensors or arrays by name, got "
+            f"{', '.join(map(repr, named)) or 'nothing'}."
         )
     large = [value for value in inputs.values() if not _is_array(value) or value.ndim > 1]
     alone = large if len(large) == 1 and _is_array(large[0]) else [*inputs.values()] if len(inputs) == 1 else []
@@ -151,15 +156,15 @@ def _is_array(value: Any) -> bool:
 
 
 def _holds_numbers(value: Any, where: str, what: str) -> bool:
-    """Tell inputs from names, files and other things beside them; refuse a list of tensors or numbers."""
+    """Tell inputs from names, files and other entries; refuse a list of tensors or numbers."""
     if isinstance(value, Mapping):
         return any(_holds_numbers(part, f"{where}[{name!r}]", what) for name, part in value.items())
     if isinstance(value, tuple):
         return bool(value) and all(_holds_numbers(part, where, what) for part in value)
     if isinstance(value, list) and value and not isinstance(value[0], str | bytes | None):
         raise DataError(
-            f"{where} of the {what} is a list of {counted(len(value), _name_of_part(value[0]))}; expected one tensor "
-            "with a row for each sample: pad and stack them first"
+            f"Expected {where} of the {what} to be one tensor, got a list of "
+            f"{counted(len(value), _name_of_part(value[0]))}. Pad and stack them first."
         )
     return _is_array(value) and (isinstance(value, Tensor) or value.dtype.kind in "biufc")
 
@@ -169,10 +174,12 @@ def _name_of_part(part: Any) -> str:
 
 
 def as_tensor(values: Any, what: str) -> Tensor:
-    """Convert inputs or labels to a tensor, without a copy where possible."""
+    """Convert inputs or labels to a tensor, without a copy if possible."""
     if np.ma.is_masked(values):
-        # Torch would take the values behind the mask.
-        raise DataError(f"the {what} has masked values; replace them first, e.g. by the array's filled(...)")
+        # Torch would use the masked values.
+        raise DataError(
+            f"Expected the {what} without masked values, got some. Replace them first, e.g. by the array's filled(...)."
+        )
     if isinstance(values, np.ndarray) and any(stride < 0 for stride in values.strides):
         # Torch has no negative strides, which a flipped array has.
         values = values.copy()
@@ -180,19 +187,21 @@ def as_tensor(values: Any, what: str) -> Tensor:
         # Many instruments write big-endian numbers.
         values = values.astype(values.dtype.newbyteorder("="))
     if isinstance(values, np.ndarray) and values.dtype == np.uint64:
-        # Torch computes little with uint64, and takes large ones for negative numbers.
+        # Torch supports few operations on uint64, and reads large values as negative.
         check_range(values, f"number of the {what}")
         values = values.astype(np.int64)
     read_only = isinstance(values, np.ndarray) and not values.flags.writeable
     try:
         with warnings.catch_warnings() if read_only else nullcontext():
             if read_only:
-                # A file may be mapped for reading only. A feed writes into copies of batches alone.
+                # A file may be mapped read-only. A feed writes into copies of batches only.
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         held = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else kind(values)
-        raise DataError(f"the {what} holds {held}, which is no tensor of numbers; convert it first") from error
+        raise DataError(
+            f"Expected numbers in the {what}, got {held}, which no tensor can hold. Convert it first."
+        ) from error
 
 
 def _as_inputs(values: Any, what: str) -> Inputs:
@@ -202,9 +211,9 @@ def _as_inputs(values: Any, what: str) -> Inputs:
         return values
     inputs = as_tensor(values, what)
     if inputs.ndim == 0:
-        raise DataError(f"the {what} is a single number; expected samples along the first axis")
+        raise DataError(f"Expected the {what} to have samples along its first axis, got a single number.")
     if isinstance(values, np.ndarray) and inputs.dtype == torch.float64:
-        # Float64 is the default of numpy, but networks take another type.
+        # float64 is the default of numpy, but networks use another type.
         if torch.get_default_dtype() == torch.float32:
             check_range(values, f"number of the {what}")
         return inputs.to(torch.get_default_dtype())
@@ -212,7 +221,7 @@ def _as_inputs(values: Any, what: str) -> Inputs:
 
 
 def _as_tree(values: Any, what: str) -> Inputs:
-    """Turn a dict or tuple of inputs into one object, after a look at whether all have as many samples."""
+    """Convert a dict or tuple of inputs to one object, and check that all have the same number of samples."""
     if isinstance(values, Mapping):
         values = _split_by_name(values, what)[0]
     if _is_array(values):
@@ -223,9 +232,7 @@ def _as_tree(values: Any, what: str) -> Inputs:
     sizes = {name: len(leaf) for name, leaf in tree.named_leaves}
     if len(set(sizes.values())) > 1:
         found = ", ".join(f"{size} in {name!r}" for name, size in sizes.items())
-        raise DataError(
-            f"the inputs of the {what} differ in their number of samples: {found}; expected one row a sample in each"
-        )
+        raise DataError(f"Expected all inputs of the {what} to have one row a sample, got different numbers: {found}.")
     return tree
 
 
@@ -235,12 +242,12 @@ def _convert(value: Any, what: str) -> Any:
     if isinstance(value, tuple | list):
         return tuple(_convert(part, what) for part in value)
     if not _is_array(value):
-        raise DataError(f"the {what} holds {kind(value)} among its inputs; expected tensors with one row a sample")
+        raise DataError(f"Expected inputs of the {what} to be tensors with one row a sample, got {kind(value)}.")
     return _as_inputs(value, what)
 
 
 def split_batch(batch: Any, what: str) -> tuple[Inputs, Tensor | None]:
-    """Return the inputs and, if there are any, the labels of a batch; drop what else a loader gives."""
+    """Return the inputs and labels (or None) of a batch; drop everything else that a loader returns."""
     labels = None
     if isinstance(batch, Mapping):
         batch = _split_by_name(batch, what)
@@ -248,7 +255,7 @@ def split_batch(batch: Any, what: str) -> tuple[Inputs, Tensor | None]:
         labels = batch[1] if len(batch) > 1 and isinstance(batch[1], Tensor | np.ndarray) else None
         batch = batch[0]
     if isinstance(labels, np.ndarray):
-        # An array of names, for example, holds no labels to evaluate with.
+        # An array of strings, for example, holds no labels for an evaluation.
         labels = as_tensor(labels, what) if labels.dtype.kind in "biuf" else None
     if labels is not None and labels.ndim == 0:
         labels = None
@@ -258,20 +265,20 @@ def split_batch(batch: Any, what: str) -> tuple[Inputs, Tensor | None]:
         batch = _as_tree(batch, what)
         if labels is not None and len(labels) != len(batch):
             raise DataError(
-                f"the {what} gives {counted(len(labels), 'label')} with inputs of {counted(len(batch), 'sample')}; a "
-                "list of samples has to be padded and stacked first, e.g. in collate_fn"
+                f"Expected as many labels as samples in a batch of the {what}, got {counted(len(labels), 'label')} for "
+                f"{counted(len(batch), 'sample')}. Pad and stack samples, e.g. in collate_fn."
             )
     if not isinstance(batch, Tensor | TensorTree) or (isinstance(batch, Tensor) and batch.ndim == 0):
-        advice = ": a list is one of batches, make a tensor of numbers" if isinstance(batch, int | float | list) else ""
+        advice = " A list holds batches: make a tensor of numbers." if isinstance(batch, int | float | list) else ""
         raise DataError(
-            f"the {what} gives batches of type {type(batch).__name__}; expected a tensor of inputs, or (inputs, ...)"
-            f"{advice}"
+            f"Expected batches of the {what} to be a tensor of inputs, or (inputs, ...), got "
+            f"{type(batch).__name__}.{advice}"
         )
     return batch.detach(), labels
 
 
 def _is_nested(batch: Any) -> bool:
-    """Tell whether a batch holds several inputs: a loader makes lists of tuples."""
+    """Tell whether a batch holds several inputs; a loader turns tuples into lists."""
     if isinstance(batch, tuple | list):
         return bool(batch) and isinstance(batch[0], Tensor | np.ndarray | Mapping | tuple)
     return isinstance(batch, Mapping)
@@ -280,24 +287,24 @@ def _is_nested(batch: Any) -> bool:
 def check_batch_size(batch_size: Any) -> None:
     """Refuse a batch size that is no whole number of at least 1; None is the default size."""
     if batch_size is not None and not (is_whole(batch_size) and batch_size >= 1):
-        raise DataError(f"the batch size must be a whole number of at least 1, got {brief(batch_size)}")
+        raise DataError(f"Expected the batch size to be a whole number of at least 1, got {brief(batch_size)}.")
 
 
 def check_not_empty(samples: int, what: str, again: bool = False) -> None:
-    """Refuse a source without samples; `again` says that an earlier pass found some."""
+    """Refuse a source without samples; `again` says that an earlier pass had some."""
     if not samples and again:
         raise DataError(
-            f"the {what} gave nothing when it was run through again; expected batches that begin anew each time, as "
-            "those of a list or a DataLoader do"
+            f"Expected the {what} to give batches each time, got nothing in a later pass. Try a list or a DataLoader, "
+            "which begin anew."
         )
     if not samples:
-        raise DataError(f"the {what} is empty: expected at least one sample")
+        raise DataError(f"Expected at least one sample in the {what}, got none: it is empty.")
 
 
 def check_finite(inputs: Inputs, what: str, before: int | None = 0) -> None:
-    """Refuse NaN and infinite inputs; looks at a part at a time, since they may be a file that is mapped into memory.
+    """Refuse NaN and infinite inputs; the check works in parts, because inputs may be a memory-mapped file.
 
-    `before` is how many samples came before these, None if their order is not that of the source.
+    `before` is the number of earlier samples; None if the order is not that of the source.
     """
     for name, leaf in list_leaves(inputs):
         _check_finite(leaf, f"{what}, in {name!r}," if name else what, before)
@@ -313,15 +320,20 @@ def _check_finite(inputs: Tensor, what: str, before: int | None) -> None:
         bad = (~torch.isfinite(parts[part])).reshape(len(parts[part]), -1).any(1)
         first = sum(map(len, parts[:part])) + int(bad.int().argmax())
         place = "" if before is None else f", first in sample {before + first} (counted from 0)"
-        raise DataError(f"the {what} has NaN or infinite values{place}; remove or repair such samples first")
+        raise DataError(
+            f"Expected finite values in the {what}, got NaN or infinity{place}. Remove or repair such samples first."
+        )
 
 
 def check_shapes(first: Inputs, other: Inputs, looks_labelled: bool, what: str) -> None:
-    """Refuse batches that differ otherwise than in size, and a list of two that may be inputs and labels."""
+    """Refuse batches whose shapes differ beyond their sizes, and a list of two that may be inputs and labels."""
     if looks_labelled:
-        raise DataError(f"the batches of the {what} differ in shape; pass inputs with labels as a tuple, not as a list")
+        raise DataError(
+            f"Expected batches of one shape in the {what}, got different shapes. Pass inputs with labels as a tuple, "
+            "not as a list."
+        )
     if _list_axes(first) != _list_axes(other):
-        raise DataError(f"the batches of the {what} differ in shape; bring all to one shape")
+        raise DataError(f"Expected batches of one shape in the {what}, got different shapes. Bring all to one shape.")
 
 
 def _list_axes(inputs: Inputs) -> list[tuple[str, int]]:
@@ -329,17 +341,17 @@ def _list_axes(inputs: Inputs) -> list[tuple[str, int]]:
 
 
 def check_labels(labels: Tensor | None, what: str) -> Tensor:
-    """Return the labels, which an evaluation needs."""
+    """Return the labels; raise if there are none, since an evaluation needs them."""
     if labels is None:
         raise DataError(
-            f"the {what} has no labels: expected pairs of (inputs, labels), all alike, or dicts in which the "
-            f"labels are called {' or '.join(map(repr, LABEL_NAMES))}"
+            f"Expected labels in the {what}, got none. Pass (inputs, labels), or dicts with labels under "
+            f"{' or '.join(map(repr, LABEL_NAMES))}."
         )
     return labels
 
 
 def check_preprocessed(result: Any, inputs: Inputs) -> Inputs:
-    """Return what `preprocess` made of a batch; refuse anything but inputs of as many samples."""
+    """Return the result of `preprocess` for a batch; refuse anything but inputs with the same number of samples."""
     if isinstance(result, Tensor) and result.shape[:1] == (len(inputs),):
         return result
     if isinstance(result, Mapping | tuple):
@@ -349,17 +361,17 @@ def check_preprocessed(result: Any, inputs: Inputs) -> Inputs:
     gave = f"a tensor {list(result.shape)}" if isinstance(result, Tensor) else kind(result)
     given = f"{list(inputs.shape)}" if isinstance(inputs, Tensor) else f"of {counted(len(inputs), 'sample')}"
     raise DataError(
-        f"preprocess made {gave} of inputs {given}; expected a tensor of as many samples: it gets "
-        "a whole batch and must return one"
+        f"Expected preprocess to return as many samples as it is given, got {gave} for inputs {given}. Let it treat a "
+        "whole batch."
     )
 
 
 def iterate_seeded(loader: Iterable[Any], seed: int, what: str = "data") -> Iterator[Any]:
     """Iterate over a loader whose order and augmentation follow a seed instead of the global generator.
 
-    Most loaders draw from the global generator, so it has a state of its own while a batch is made, and the state of
-    before while the batch is used. A generator that a loader or its sampler brings along is seeded as well, and
-    restored at the end.
+    Most loaders draw from the global generator. So this generator has a state of its own while a batch is made, and its
+    former state while the batch is used. A generator of the loader or its sampler is seeded as well, and restored at
+    the end.
     """
     state = torch.Generator().manual_seed(seed).get_state()
     batch_sampler = getattr(loader, "batch_sampler", None)

@@ -1,4 +1,4 @@
-"""Read tables: CSV, Parquet and MATLAB files, and data frames. Columns are known by their names, in any order."""
+"""Reading tables: CSV, Parquet and MATLAB files, and data frames. Columns are identified by name, in any order."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ logger = logging.getLogger(__name__)
 
 TEXT_SUFFIXES = (".csv", ".tsv", ".txt")
 SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".mat")
-"""Endings of the files that `read_table` reads."""
+"""File endings that `read_table` reads."""
 MISSING = frozenset({"", "na", "<na>", "n/a", "nan", "null", "none", "-", "?"})
-"""Cells that hold no value, in lower case."""
+"""Cell contents that mean a missing value, in lower case."""
 MAX_NAMES_SHOWN = 3
 MAX_CLASSES_SHOWN = 12
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Table:
-    """Rows of numbers under named columns, with labels where there are any. Data for every function that takes data.
+    """Rows of numbers with named columns and, optionally, labels. Every function that takes data accepts a table.
 
     Attributes:
-        inputs: Floating-point numbers `[N, D]`; of a MATLAB file perhaps `[N, ...]`.
-        columns: Names of the `D` columns, in order; empty if they have none.
+        inputs: Floating-point values `[N, D]`, or `[N, ...]` from a MATLAB file.
+        columns: Names of the `D` columns, in order; empty if they have no names.
         labels: Class numbers `[N]`, quantities `[N]` or `[N, quantities]`, or None.
         classes: Names of the classes, in the order of their numbers.
 
@@ -60,7 +60,7 @@ class Table:
         return f"{counted(len(self), 'row')}, {names}, {labels}"
 
     def ordered(self, columns: Sequence[str], what: str) -> Table:
-        """Return the table with these columns in this order; `what` is the table's name in errors."""
+        """Return the table with these columns in this order; errors call the table `what`."""
         if not self.columns or not columns or self.columns == tuple(columns):
             return self
         places = match_columns(self.columns, columns, what)
@@ -79,8 +79,8 @@ def read_table(
 ) -> Table:
     r"""Read a table from a CSV, Parquet or MATLAB file.
 
-    The first line of a CSV file names its columns. Commas, semicolons and tabs separate cells; beside semicolons and
-    tabs, numbers may have decimal commas. Of a MATLAB file (up to version 7), the one matrix is the inputs, and
+    The first line of a CSV file names its columns. Cells are separated by commas, semicolons or tabs; with semicolons
+    and tabs, numbers may have decimal commas. In a MATLAB file (up to version 7), the only matrix is the inputs, and
     `label`, `quantities` and `where` name vectors.
 
     Args:
@@ -89,14 +89,14 @@ def read_table(
         classes: Names of the classes, in the order of their numbers.
         quantities: Columns with the quantities that a model predicts.
         drop: Columns to leave out.
-        where: Values by column, e.g. `{"board": "3"}`: only rows with these values are read.
-        columns: Columns to take as inputs, in this order. By default all that have no other use.
+        where: Values by column, e.g. `{"board": "3"}`; only rows with these values are read.
+        columns: Columns to use as inputs, in this order. By default, all columns without another use.
 
     Returns:
-        The table. Every function of shiftmend that takes data takes it, and a profile remembers its columns.
+        The table. Every function of shiftmend that takes data accepts it, and a profile stores its column names.
 
     Raises:
-        DataError: If the file is missing or damaged, columns are missing, or a cell holds no number.
+        DataError: If the file is missing or damaged, columns are missing, or a cell is not a number.
 
     Example:
         >>> import tempfile
@@ -126,12 +126,12 @@ def read_table(
 
 
 def is_frame(source: Any) -> bool:
-    """Tell whether something is a data frame, as of pandas or polars."""
+    """Tell whether an object is a data frame, e.g. of pandas or polars."""
     return hasattr(source, "to_numpy") and hasattr(source, "columns")
 
 
 def from_frame(frame: Any, columns: Sequence[str], what: str) -> Table:
-    """Convert these columns of a data frame, or all of them, to a table; errors call the frame `what`."""
+    """Convert these columns of a data frame, or all, to a table; errors call the frame `what`."""
     names = tuple(str(name) for name in frame.columns)
     _check_distinct(names, f"the {what}")
     if columns:
@@ -140,7 +140,7 @@ def from_frame(frame: Any, columns: Sequence[str], what: str) -> Table:
         names = tuple(columns)
     values = frame.to_numpy()
     if values.dtype.kind not in "biuf":
-        # One by one, since pandas has a common type of objects alone for some columns of numbers.
+        # Columns are converted one by one, because pandas may give several columns of numbers the dtype object.
         found = [_read_column(np.asarray(frame[key]), str(key), what) for key in frame.columns]
         values = np.stack(found, axis=1) if found else np.empty((len(frame), 0))
     missing = np.isnan(values) if values.dtype.kind == "f" else np.zeros(values.shape, bool)
@@ -154,7 +154,7 @@ def from_frame(frame: Any, columns: Sequence[str], what: str) -> Table:
 
 
 def match_columns(found: Sequence[str], expected: Sequence[str], what: str) -> list[int]:
-    """Find where the expected columns are among those of a table; `what` is the table's name in errors.
+    """Return the positions of the expected columns in a table; errors call the table `what`.
 
     Names that are numbers are compared by value, so that 1100 and 1100.0 are the same wavelength.
 
@@ -184,7 +184,7 @@ def match_columns(found: Sequence[str], expected: Sequence[str], what: str) -> l
 
 
 class _Choice(NamedTuple):
-    """Uses of the columns."""
+    """The roles of the columns."""
 
     label: str | None
     classes: tuple[str, ...]
@@ -199,8 +199,8 @@ class _Choice(NamedTuple):
         return (*self.where, *((self.label,) if self.label is not None else ()))
 
     def inputs(self, names: Sequence[str], what: str) -> tuple[str, ...]:
-        """Name the columns that are inputs."""
-        # Columns that home has chosen need no other choice.
+        """Return the names of the input columns."""
+        # The columns of home determine the inputs.
         for name in (*self.texts, *self.quantities, *(() if self.columns else self.drop)):
             if name not in names:
                 raise DataError(f"Expected a column {name!r} in {what}, got {_summarise(names)}.")
@@ -219,11 +219,11 @@ class _Rows(NamedTuple):
     numbers: NDArray[np.float64]
     texts: list[dict[str, str]]
     lines: Sequence[int]
-    """The line of each row, for errors."""
+    """Line number of each row, for errors."""
 
 
 class _TextFile:
-    """A file of lines with separated cells, of which the first names the columns."""
+    """A text file with separated cells, whose first line names the columns."""
 
     def __init__(self, path: Path, named: bool) -> None:
         content = path.read_bytes()
@@ -232,7 +232,7 @@ class _TextFile:
         try:
             text = content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
         except UnicodeDecodeError:
-            # Spreadsheets of western Windows write degrees and umlauts so; every byte means something there.
+            # Western Windows spreadsheets use this encoding, in which every byte is valid.
             text = content.decode("latin-1")
         if "\0" in text:
             raise DataError(f"Expected text in {path}, got binary data. Try saving it as CSV.")
@@ -262,7 +262,7 @@ class _TextFile:
             raise DataError(f"Expected a table in {self.path}, got damaged lines ({error}).") from error
 
     def read(self, inputs: Sequence[str], choice: _Choice) -> _Rows:
-        """Read the rows that are asked for."""
+        """Read the chosen rows."""
         numeric = [self._places[name] for name in inputs]
         numbers, texts, lines = [], [], []
         for line, cells in self._filled():
@@ -298,13 +298,13 @@ class _TextFile:
 
 
 class _ParquetFile:
-    """A Parquet file, of which only the chosen columns are read."""
+    """A Parquet file; only the chosen columns are read."""
 
     def __init__(self, path: Path) -> None:
         self._parquet, self._arrow = require("pyarrow.parquet", "tables"), require("pyarrow", "tables")
         self.path = path
         try:
-            # The index of a data frame is stored as a column of this name.
+            # pandas stores the index of a data frame under this column name.
             self._schema = self._parquet.read_schema(path)
         except (OSError, self._arrow.ArrowException) as error:
             raise DataError(f"Expected a Parquet file, got {path}, which is damaged or none.") from error
@@ -312,7 +312,7 @@ class _ParquetFile:
         _check_distinct(self.names, str(path))
 
     def read(self, inputs: Sequence[str], choice: _Choice) -> _Rows:
-        """Read the rows that are asked for."""
+        """Read the chosen rows."""
         try:
             table = self._parquet.read_table(self.path, columns=[*dict.fromkeys((*inputs, *choice.texts))])
         except (OSError, self._arrow.ArrowException) as error:
@@ -352,7 +352,7 @@ def _assemble(path: Path, file: _TextFile | _ParquetFile, choice: _Choice) -> Ta
         labels = _number_classes([text[choice.label] for text in rows.texts], choice, path)
     elif labels is not None and labels.shape[1] == 1:
         labels = labels[:, 0]
-    # A column that home calls 1100 may be called 1100.0 here.
+    # A column that is called 1100 at home may be called 1100.0 here.
     names = choice.columns or inputs
     return Table(values[:, : len(inputs)].contiguous(), names, labels, choice.classes)
 
@@ -379,7 +379,7 @@ def _number_classes(texts: Sequence[str], choice: _Choice, path: Path) -> Tensor
 
 
 def _read_mat(path: Path, choice: _Choice) -> Table:
-    """Read the one matrix of a MATLAB file as inputs, and vectors beside it as labels."""
+    """Read the only matrix of a MATLAB file as inputs, and vectors as labels."""
     reader = require("scipy.io", "tables")
     try:
         found = reader.loadmat(path)
@@ -429,7 +429,7 @@ def _as_numbers(values: NDArray[Any], name: str, path: Path) -> Tensor:
 def _find_vector(
     arrays: Mapping[str, NDArray[Any]], key: str, path: Path, name: str, shape: Sequence[int]
 ) -> NDArray[Any]:
-    """Return what a MATLAB file holds for each sample under a name."""
+    """Return a vector of a MATLAB file, with one entry per sample."""
     if key not in arrays:
         raise DataError(f"Expected a variable {key!r} in {path}, got {_summarise(list(arrays))}.")
     vector = arrays[key]
@@ -466,14 +466,14 @@ def _check_distinct(names: Sequence[str], what: str) -> None:
 
 
 def _looks_like_values(header: Sequence[str]) -> bool:
-    """Tell whether a first line holds numbers that are no wavelengths, since they neither rise nor fall."""
+    """Tell whether a first line holds values instead of names: unlike wavelengths, they neither rise nor fall."""
     values = [value for value in _numbers(header) if value is not None]
     rises = np.diff(values)
     return len(values) == len(header) > 1 and not (bool((rises > 0).all()) or bool((rises < 0).all()))
 
 
 def _numbers(texts: Sequence[str]) -> list[float | None]:
-    """Read each text as a number; None where it is none."""
+    """Convert texts to numbers; None for texts that are not numbers."""
 
     def read(text: str) -> float | None:
         try:
@@ -485,7 +485,7 @@ def _numbers(texts: Sequence[str]) -> list[float | None]:
 
 
 def _is_same(cell: str, wanted: str) -> bool:
-    """Compare as text, or as numbers: 3 and 3.0 are the same board."""
+    """Compare as text or as numbers: 3 and 3.0 are the same board."""
     if cell == wanted.strip():
         return True
     own, other = _numbers([cell, wanted])
@@ -493,7 +493,7 @@ def _is_same(cell: str, wanted: str) -> bool:
 
 
 def _as_text(cell: Any) -> str:
-    """Write a value of a table as a CSV file would; MATLAB wraps each text of a cell array."""
+    """Format a cell as a CSV file would; MATLAB wraps each text of a cell array."""
     while isinstance(cell, np.ndarray):
         cell = cell.reshape(-1)[0] if cell.size else ""
     if isinstance(cell, float | np.floating) and float(cell).is_integer():

@@ -1,1 +1,1 @@
-"""Adapters to other libraries, one file each, imported only by whoever uses them."""
+"""Adapters to other libraries, one file each, imported on demand."""

@@ -1,6 +1,6 @@
-"""Hugging Face: columns of `datasets` as data, and `save_pretrained` of mended `transformers` models.
+"""Hugging Face: columns of `datasets` as data, and `save_pretrained` of adapted `transformers` models.
 
-Such models are profiled and adapted as they are: dicts of inputs are passed by name, and `logits` is their output.
+Such models can be profiled and adapted directly: dicts of inputs are passed by name, and `logits` is the output.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Columns(Dataset[Any]):
         known = list(getattr(dataset, "column_names", None) or [])
         for name in [*names, *([labels] if labels is not None else [])]:
             if name not in known:
-                raise DataError(f"expected a column {name!r} of the dataset, got {', '.join(known) or 'none'}")
+                raise DataError(
+                    f"Expected a column {name!r} of the dataset, got {', '.join(known) or 'none'}. Name another column."
+                )
         self.inputs, self.labels = inputs, labels
         chosen = dataset.select_columns([*names, *([labels] if labels is not None else [])])
         self._rows = chosen.with_format("torch")
@@ -50,11 +52,11 @@ def as_dataset(dataset: Any, inputs: str | Sequence[str], labels: str | None = N
 
     Args:
         dataset: A `datasets.Dataset` with numbers or images in these columns.
-        inputs: The column that the model is called with, or several, which are passed by name.
-        labels: The column of labels, for `evaluate` and `rehearse`; they never reach a method.
+        inputs: Name of the column that the model is called with, or several names, which are passed by name.
+        labels: Name of the column of labels, for `evaluate` and `rehearse`; labels never reach a method.
 
     Returns:
-        A `torch.utils.data.Dataset`, which every function of shiftmend takes.
+        A `torch.utils.data.Dataset`, which every function of shiftmend accepts.
 
     Raises:
         DataError: If a column does not exist.
@@ -67,12 +69,12 @@ def as_dataset(dataset: Any, inputs: str | Sequence[str], labels: str | None = N
 
 
 def save_pretrained(result: Adaptation, folder: str | os.PathLike[str], **options: Any) -> None:
-    """Write a mended model so that `from_pretrained` reads it, with manifest and history beside it.
+    """Write an adapted model that `from_pretrained` can load, together with manifest and history.
 
     Args:
-        result: What `shiftmend.adapt` returned for a model of `transformers`.
-        folder: Where to write.
-        options: Passed to the model's own `save_pretrained`.
+        result: The result of `shiftmend.adapt` for a model of `transformers`.
+        folder: Folder to write into.
+        options: Options of the model's own `save_pretrained`.
 
     Raises:
         AdaptationError: If the model has no `save_pretrained`, or maps inputs or features, which
@@ -85,12 +87,13 @@ def save_pretrained(result: Adaptation, folder: str | os.PathLike[str], **option
     model: Any = result.model
     if not hasattr(model, "save_pretrained"):
         raise AdaptationError(
-            f"expected a model with save_pretrained, got {type(model).__name__}; use result.save(folder)"
+            f"Expected a model with save_pretrained, got {type(model).__name__}. Use result.save(folder)."
         )
     if any("shiftmend_" in name for name, _ in model.named_buffers()):
         method = result.manifest["method"]["name"]
         raise AdaptationError(
-            f"expected a model without maps, got one of {method}, which from_pretrained would lose; use result.save"
+            f"Expected a model without maps, got one of {method}, which from_pretrained would lose. Use "
+            "result.save(folder)."
         )
     home = as_path(folder, "the folder to write into")
     model.save_pretrained(home, **options)

@@ -14,10 +14,10 @@ def profile_at_end(path: str | os.PathLike[str], data: Any = None, *, module: st
     """Make a Lightning callback that profiles the trained model and writes the profile to a file.
 
     Args:
-        path: The file to write.
-        data: Source data as `shiftmend.profile` takes it. By default the training data of the trainer; pass data
-            without augmentation if the loader augments.
-        module: Name of the submodule to profile, e.g. `"net"`. By default the LightningModule itself, called with the
+        path: Path of the file to write.
+        data: Source data, as for `shiftmend.profile`. By default, the training data of the trainer; pass data without
+            augmentation if the loader augments.
+        module: Name of the submodule to profile, e.g. `"net"`. By default, the LightningModule itself, called with the
             inputs of a batch.
         options: Further arguments of `shiftmend.profile`.
 
@@ -36,7 +36,7 @@ def profile_at_end(path: str | os.PathLike[str], data: Any = None, *, module: st
     place = as_path(path, "the file of the profile")
 
     class ProfileAtEnd(Callback):  # type: ignore[misc]
-        """Profiles the model when training ends."""
+        """Callback that profiles the model when training ends."""
 
         def __init__(self) -> None:
             self.profile: Any = None
@@ -44,7 +44,7 @@ def profile_at_end(path: str | os.PathLike[str], data: Any = None, *, module: st
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             if trainer.world_size > 1:
                 raise ShiftmendError(
-                    f"expected one process to profile in, got {trainer.world_size}; call shiftmend.profile afterwards"
+                    f"Expected one process to profile in, got {trainer.world_size}. Call shiftmend.profile afterwards."
                 )
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -1,4 +1,4 @@
-"""Models of scikit-learn: fitted estimators as modules, and `ShiftMender`, an estimator that mends another one."""
+"""scikit-learn: fitted estimators as modules, and `ShiftMender`, an estimator that adapts another one."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class ColumnScale(nn.Module):
     """A layer that centres and scales each column: `(inputs - mean) * scale`.
 
     Args:
-        mean: What is subtracted, `[D]`.
-        scale: What the difference is multiplied by, `[D]`.
+        mean: Values to subtract, `[D]`.
+        scale: Factors of the differences, `[D]`.
     """
 
     def __init__(self, mean: Array, scale: Array) -> None:
@@ -77,7 +77,7 @@ class ColumnScale(nn.Module):
         self.scale = nn.Parameter(_as_tensor(scale))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        # The difference comes first: of spectra, the product of values and scales would lose digits.
+        # The difference is computed first, because the product of spectra and scales would lose digits.
         return (inputs - self.mean) * self.scale
 
 
@@ -85,8 +85,8 @@ def to_module(estimator: Any) -> nn.Module:
     """Convert a fitted estimator or pipeline to a module with the same outputs.
 
     The features of the module are the scores of PLS, the components of PCA, the last hidden layer of an MLP, or else
-    the scaled columns. A classifier gives logits `[N, classes]`, whose softmax is `predict_proba`; a regressor gives
-    `[N, quantities]`. Everything is float32.
+    the scaled columns. A classifier returns logits `[N, classes]`, whose softmax is `predict_proba`; a regressor
+    returns `[N, quantities]`. Everything is float32.
 
     Args:
         estimator: A fitted `PLSRegression`, `LinearDiscriminantAnalysis`, `LogisticRegression`, linear regressor or
@@ -140,7 +140,7 @@ def check_supported(estimator: Any) -> None:
     """Refuse an estimator that `to_module` cannot convert, fitted or not."""
     *before, last = _list_steps(estimator, fitted=False)
     good = (PLSRegression, *LINEAR_REGRESSORS, *LINEAR_CLASSIFIERS, *NETWORKS)
-    # Subclasses may predict otherwise, so that none is taken for its parent.
+    # Subclasses may predict differently, so they are not treated as their parent.
     wrong = [step for step in before if type(step) not in (*SCALERS, PCA)] + [last] * (type(last) not in good)
     if wrong:
         raise ShiftmendError(f"Expected {SUPPORTED}; got {kind(wrong[0])}.")
@@ -153,7 +153,7 @@ def check_supported(estimator: Any) -> None:
 
 
 def _list_steps(estimator: Any, fitted: bool) -> list[Any]:
-    """List transformers and the estimator at their end, from whatever holds them."""
+    """List the transformers and the final estimator of a pipeline, search or wrapper."""
     if isinstance(estimator, SEARCHES):
         return _list_steps(estimator.best_estimator_ if fitted else estimator.estimator, fitted)
     if isinstance(estimator, FrozenEstimator):
@@ -170,7 +170,7 @@ def _make_scale(scaler: Any) -> nn.Module:
     if isinstance(scaler, MinMaxScaler):
         return ColumnScale(-scaler.min_ / scaler.scale_, scaler.scale_)
     ones: Array = np.ones(scaler.n_features_in_)
-    # A StandardScaler that does not centre knows the mean all the same.
+    # A StandardScaler that does not centre still has a mean.
     centre = getattr(scaler, "center_", getattr(scaler, "mean_", None) if getattr(scaler, "with_mean", True) else None)
     return ColumnScale(
         0 * ones if centre is None else centre, ones if scaler.scale_ is None else 1 / np.asarray(scaler.scale_)
@@ -185,7 +185,7 @@ def _make_components(pca: Any) -> nn.Module:
 
 
 def _undo_target_scaling(estimator: Any, weight: Array, bias: Array) -> tuple[Array, Array]:
-    """Fold the scaling of what is predicted into the head."""
+    """Fold the scaling of the target values into the head."""
     if isinstance(estimator, FrozenEstimator | GridSearchCV | RandomizedSearchCV):
         return _undo_target_scaling(getattr(estimator, "best_estimator_", estimator.estimator), weight, bias)
     if not isinstance(estimator, TransformedTargetRegressor):
@@ -213,31 +213,31 @@ def _has_classes(mender: ShiftMender) -> bool:
 
 
 class ShiftMender(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc] # sklearn is not annotated
-    """An estimator that is fitted at home, mended at a new site, and tells its score there without labels.
+    """An estimator that is fitted at home, adapted at a new site, and estimates its score there without labels.
 
-    `fit` holds out a part of the home data, fits the estimator to the rest, profiles it and rehearses with the part
-    that was held out. `adapt` mends it for a site; `predict`, `predict_proba` and `score` use what was mended last.
+    `fit` holds out a part of the home data, fits the estimator to the rest, profiles it, and rehearses with the
+    held-out part. `adapt` adapts it to a site; `predict`, `predict_proba` and `score` use the last adapted module.
 
     Args:
-        estimator: An estimator that `to_module` takes, of which a clone is fitted. A `FrozenEstimator` stays as it is;
-            fit to home data then that it has not seen.
+        estimator: An estimator that `to_module` supports; a clone of it is fitted. A `FrozenEstimator` is not fitted
+            again; in that case, call `fit` with home data that it was not fitted to.
         held_out: Share of the home data to rehearse with.
-        rehearse: Whether to rehearse. Without a rehearsal there are no estimates, and all data is fitted to.
+        rehearse: Whether to rehearse. Without a rehearsal, there are no estimates, and all data are used for fitting.
         quick: Whether the rehearsal leaves out the slowest methods and small sites.
-        method: How `adapt` mends; see `shiftmend.adapt`.
+        method: Method of `adapt`; see `shiftmend.adapt`.
         candidates: Methods that are rehearsed and that `"auto"` tries.
-        random_state: Seed of everything random.
-        device: Where to compute.
+        random_state: Seed of all random numbers.
+        device: Device to compute on.
 
     Attributes:
         estimator_: The fitted estimator.
-        module_: The module that predicts: the estimator as a module, or what `adapt` made of it.
+        module_: The module that predicts: the converted estimator, or the result of `adapt`.
         profile_: The profile of home, with its rehearsal.
-        adaptation_: What the last `adapt` returned.
-        estimate_: The estimated score at that site, of the mended module. None without a rehearsal.
+        adaptation_: The result of the last `adapt`.
+        estimate_: The estimated score of the adapted module at that site; None without a rehearsal.
         classes_: Classes, if the estimator is a classifier.
         n_features_in_: Number of columns.
-        feature_names_in_: Names of columns, if the home data had any.
+        feature_names_in_: Names of columns, if the home data had names.
 
     Example:
         >>> from sklearn.linear_model import Ridge
@@ -343,13 +343,13 @@ class ShiftMender(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc] # sk
                 delattr(self, name)
 
     def adapt(self, X: Any) -> ShiftMender:
-        """Mend the fitted estimator for a site, from unlabelled inputs alone.
+        """Adapt the fitted estimator to a site, from unlabelled inputs.
 
         Args:
-            X: Inputs of the site `[N, D]`. Columns of a data frame are found by name.
+            X: Inputs of the site `[N, D]`. Columns of a data frame are identified by name.
 
         Returns:
-            The estimator itself, which predicts with the mended module from now on.
+            The estimator itself, which predicts with the adapted module from now on.
 
         Raises:
             ShiftmendError: If the inputs do not fit.
@@ -376,7 +376,7 @@ class ShiftMender(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc] # sk
             X: Inputs `[N, D]`.
 
         Returns:
-            Classes `[N]`, or quantities of the shape that `y` had.
+            Classes `[N]`, or quantities in the shape of `y`.
         """
         found = self._run(X)
         if _has_classes(self):
@@ -390,21 +390,21 @@ class ShiftMender(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc] # sk
 
     @available_if(_has_classes)  # type: ignore[untyped-decorator]
     def decision_function(self, X: Any) -> NDArray[Any]:
-        """Return logits `[N, classes]`; of two classes their difference `[N]`."""
+        """Return logits `[N, classes]`; for two classes, their difference `[N]`."""
         found = self._run(X)
         return found[:, 1] - found[:, 0] if found.shape[1] == 2 else found
 
     def transform(self, X: Any) -> NDArray[Any]:
-        """Map inputs of the site to what home would have measured, as the mended module does with its inputs.
+        """Map inputs of the site to home, as the adapted module does with its inputs.
 
         Args:
             X: Inputs `[N, D]`.
 
         Returns:
-            The mapped inputs `[N, D]`; the same if nothing was mended.
+            The mapped inputs `[N, D]`; unchanged if nothing was adapted.
 
         Raises:
-            ShiftmendError: If the module was not mended by matching inputs.
+            ShiftmendError: If the module was not adapted by matching inputs.
         """
         check_is_fitted(self)
         inputs = self._read(X).inputs
@@ -427,7 +427,7 @@ class ShiftMender(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc] # sk
         return found
 
     def _read(self, X: Any, columns: Iterable[str] | None = None) -> Table:
-        """Turn inputs into a table, in the order of home's columns."""
+        """Convert inputs to a table, in the order of home's columns."""
         names = tuple(getattr(self, "feature_names_in_", ()) if columns is None else columns)
         if is_frame(X):
             table = from_frame(X, names, "data")

@@ -1,4 +1,4 @@
-"""Log adaptations to experiment trackers: MLflow, TensorBoard, or anything with the three methods of `Tracker`."""
+"""Logging adaptations to experiment trackers: MLflow, TensorBoard, or anything with the methods of `Tracker`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from shiftmend.errors import ShiftmendError
 from shiftmend.utils.json import dumps
 
 MAX_PARAM_LENGTH = 500
-"""Characters of a parameter's text; some trackers refuse more."""
+"""Largest number of characters of a parameter's text; some trackers refuse more."""
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Protocol of a tracker. Any object with these methods will do; no base class is needed."""
+    """Protocol of a tracker. Any object with these methods works; no base class is needed."""
 
     def log_params(self, params: Mapping[str, str]) -> None:
-        """Log settings that hold for the whole run."""
+        """Log the settings of the whole run."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Log finite numbers of one step."""
 
     def log_artifacts(self, folder: Path) -> None:
-        """Keep the files of a folder, which may be gone afterwards."""
+        """Store the files of a folder, which may be deleted afterwards."""
 
 
 def log_adaptation(result: Adaptation, tracker: Tracker, *, artifacts: bool = True) -> None:
@@ -39,8 +39,8 @@ def log_adaptation(result: Adaptation, tracker: Tracker, *, artifacts: bool = Tr
     at the last step as `estimate/before` and `estimate/after`, with `_low` and `_high` for their intervals.
 
     Args:
-        result: What `shiftmend.adapt` returned.
-        tracker: Where to log; see `Tracker`.
+        result: The result of `shiftmend.adapt`.
+        tracker: The tracker to log to; see `Tracker`.
         artifacts: Whether to log what `result.save` writes: weights, history and manifest.
 
     Raises:
@@ -62,7 +62,7 @@ def log_adaptation(result: Adaptation, tracker: Tracker, *, artifacts: bool = Tr
     """
     if not isinstance(tracker, Tracker):
         raise ShiftmendError(
-            f"expected a tracker with log_params, log_metrics and log_artifacts, got {type(tracker).__name__}"
+            f"Expected a tracker with log_params, log_metrics and log_artifacts, got {type(tracker).__name__}."
         )
     tracker.log_params(flatten(result.manifest))
     for row in result.history:
@@ -79,7 +79,7 @@ def log_adaptation(result: Adaptation, tracker: Tracker, *, artifacts: bool = Tr
 
 
 def flatten(facts: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Turn nested facts into texts by dotted names; lists become JSON.
+    """Flatten nested facts to text by dotted names; lists become JSON.
 
     Example:
         >>> flatten({"method": {"name": "bufr", "rates": [0.1, 0.2]}, "seed": 0})
@@ -112,7 +112,7 @@ def _log_finite(tracker: Tracker, metrics: Mapping[str, float], step: int) -> No
 
 
 class MLflowTracker:
-    """A tracker that logs to the active run of MLflow, or to a run of its own; needs the extra `mlflow`.
+    """A tracker that logs to a run of MLflow; needs the extra `mlflow`.
 
     Args:
         run_id: The run to log to. By default the active run, which is started if there is none.
@@ -145,10 +145,10 @@ class MLflowTracker:
 class TensorBoardTracker:
     """A tracker that writes event files for TensorBoard; needs the extra `tensorboard`.
 
-    TensorBoard keeps no files, so artifacts are copied into the folder `artifacts` beside the events.
+    TensorBoard stores no files, so artifacts are copied into the folder `artifacts` beside the events.
 
     Args:
-        folder: Where to write.
+        folder: Folder to write into.
 
     Example:
         >>> log_adaptation(result, TensorBoardTracker("runs/site-a"))  # doctest: +SKIP

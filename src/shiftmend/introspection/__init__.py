@@ -1,1 +1,1 @@
-"""Models: their taps, outputs, layers in running order, blocks, state, and what keeps them from being used."""
+"""Inspection of models: taps, outputs, layers in running order, blocks, state, and validation."""

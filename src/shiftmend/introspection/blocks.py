@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 BlockNames = Sequence[str | Sequence[str]]
 """Names of modules, or groups of such names."""
 
-_EXPECTED = "expected names of modules, or groups of them, e.g. blocks=['conv1', ['layer1', 'layer2']]"
+_EXPECTED = "names of modules, or groups of them, e.g. ['conv1', ['layer1', 'layer2']]"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Block:
 
 
 def split_blocks(model: nn.Module, trace: Trace, names: BlockNames | None = None) -> tuple[Block, ...]:
-    """Split the modules below the features into blocks, in the order in which they run. The head is in no block.
+    """Split the modules below the features into blocks, in running order. The head is in no block.
 
     `names`, or the model's attribute `shiftmend_blocks`, gives the modules of each block. Otherwise blocks follow the
     order in which modules first run: the modules before the repeated stages are the stem, each stage or layer of their
@@ -48,7 +48,9 @@ def split_blocks(model: nn.Module, trace: Trace, names: BlockNames | None = None
             " and ".join(map(repr, trace.uncalled)),
         )
     if not below:
-        raise AdaptationError("nothing below the features has parameters, so there is nothing to adapt")
+        raise AdaptationError(
+            "Expected parameters below the features to adapt, got none. Try a later layer as tap 'features'."
+        )
     if isinstance(names, str):
         names = [names]
     given = names if names is not None else getattr(model, "shiftmend_blocks", None)
@@ -59,9 +61,9 @@ def split_blocks(model: nn.Module, trace: Trace, names: BlockNames | None = None
 def _find_parameters_below(model: nn.Module, trace: Trace) -> dict[str, tuple[str, ...]]:
     """Return the parameters below the features by the module that runs them, in running order.
 
-    A module that is used without being called, such as the projection inside attention, counts with the nearest module
-    above it that ran. Parameters that are shared with a head, or with anything behind the features, must stay fixed
-    and are left out.
+    A module that is used without being called, such as the projection inside attention, belongs to the nearest called
+    module above it. Parameters that are shared with a head, or with anything after the features, must stay fixed and
+    are left out.
     """
     ran = set(trace.order)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -85,7 +87,7 @@ def _find_parameters_below(model: nn.Module, trace: Trace) -> dict[str, tuple[st
 
 
 def _owner_of(parameter: str) -> str:
-    """Return the module that owns a parameter; helper modules of a parametrisation count with the layer they serve."""
+    """Return the module that owns a parameter; helper modules of a parametrisation belong to their layer."""
     path = parameter.split(".")
     end = path.index("parametrizations") if "parametrizations" in path else len(path) - 1
     return ".".join(path[:end])
@@ -96,25 +98,30 @@ def _group_by_names(model: nn.Module, names: BlockNames, below: dict[str, tuple[
     groups: list[list[str]] = []
     taken: set[str] = set()
     if not isinstance(names, list | tuple):
-        raise AdaptationError(f"blocks is {brief(names)}, {_EXPECTED}")
+        raise AdaptationError(f"Expected blocks to be {_EXPECTED}, got {brief(names)}.")
     for entry in names:
         wanted = [entry] if isinstance(entry, str) else entry
         if not isinstance(wanted, list | tuple) or not all(isinstance(name, str) for name in wanted):
-            raise AdaptationError(f"a block is given as {brief(entry)}, {_EXPECTED}")
+            raise AdaptationError(f"Expected each block to be {_EXPECTED}, got {brief(entry)}.")
         group = []
         for name in wanted:
             if name not in modules:
-                raise AdaptationError(f"block {name!r} names no module of the model; see `shiftmend blocks`")
+                raise AdaptationError(
+                    f"Expected a block to name a module of the model, got {name!r}. See `shiftmend blocks`."
+                )
             inside = [owner for owner in below if _is_inside(owner, name)]
             if not inside:
-                raise AdaptationError(f"block {name!r} has no parameters below the features, so it cannot be adapted")
+                raise AdaptationError(
+                    f"Expected a block with parameters below the features, got {name!r}, which has none. See "
+                    "`shiftmend blocks`."
+                )
             if taken & set(inside):
-                raise AdaptationError(f"block {name!r} is named twice; each module belongs to one block")
+                raise AdaptationError(f"Expected each module in one block, got {name!r} twice. Leave it out of one.")
             taken.update(inside)
             group += inside
         groups.append(group)
     if not groups:
-        raise AdaptationError("the list of blocks is empty; name at least one module")
+        raise AdaptationError("Expected at least one block, got an empty list. Name a module, or leave blocks out.")
     return groups
 
 
@@ -141,7 +148,7 @@ def _group_by_stages(model: nn.Module, running: list[str], level: str = "") -> l
             go_down = len(stages) == 1 or _is_list(modules, inside) or _is_plain_chain(modules, name, inside)
             parts = _group_by_stages(model, inside, name) if go_down else [inside]
             if blocks and not _count_layers(modules, blocks[-1]):
-                # Tokens alone are no block.
+                # Tokens alone form no block.
                 parts = [blocks.pop() + parts[0], *parts[1:]]
             blocks += parts
             in_stem = False
@@ -209,7 +216,7 @@ def _make_block(model: nn.Module, group: list[str], below: dict[str, tuple[str, 
 
 
 def _make_title(group: list[str], everything: list[str]) -> str:
-    """Return a readable name: the common parent, if all of it is in the group, or else the modules themselves."""
+    """Return a readable name: the common parent if the group contains all of it, else the modules themselves."""
     if len(group) == 1:
         return group[0] or "(own parameters)"
     parent = _common_parent(group)

@@ -14,8 +14,8 @@ from shiftmend.utils.tensor_tree import Inputs
 def call_model(model: nn.Module, inputs: Inputs) -> Any:
     """Call a model with a batch.
 
-    A dict is passed as keywords and a tuple as positional arguments. A model whose `forward` does not take them in
-    this way, but takes one argument, gets the dict or tuple itself.
+    A dict is passed as keyword arguments, and a tuple as positional arguments. If `forward` does not accept them in
+    this way but takes one argument, it gets the dict or tuple itself.
 
     Example:
         >>> import torch
@@ -38,7 +38,7 @@ def call_model(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def accepts(model: nn.Module, *args: Any, **kwargs: Any) -> bool:
-    """Tell whether `forward` can be called with these arguments, as far as its signature shows."""
+    """Tell whether the signature of `forward` accepts these arguments."""
     try:
         signature = inspect.signature(model.forward)
     except ValueError:

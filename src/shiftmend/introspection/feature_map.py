@@ -1,7 +1,7 @@
-"""A linear map of the features of a model, `features @ matrix + offset`, that leaves all names in it as they are.
+"""A linear map of the features of a model, `features @ matrix + offset`, that renames nothing in the model.
 
-The numbers are buffers of the module that reads or writes the features, applied by a hook of that module. What taps see
-is the mapped features.
+Matrix and offset are buffers of the module that reads or writes the features, applied by a hook of that module. Taps
+see the mapped features.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _HANDLES: dict[Side, str] = {"input": "_shiftmend_read_handle", "output": "_shif
 
 
 def attach_feature_map(module: nn.Module, side: Side, offset: Tensor, matrix: Tensor | None = None) -> None:
-    """Let a module map the features that it reads or writes; an earlier map is replaced.
+    """Make a module map the features that it reads or writes; an earlier map is replaced.
 
     The map belongs to the module: it is part of the `state_dict`, of copies, of `torch.save` and of `torch.export`.
 
     Args:
         module: The module, which is changed in place.
-        side: Which features are mapped: those that the module reads (`"input"`) or returns (`"output"`).
-        offset: What is added, `[D]` where the D units lie on the last axis, `[D, 1, 1]` for maps `[N, D, H, W]`.
-        matrix: Factor `[D, D]` on the right of the features; None only adds.
+        side: The features to map: those that the module reads (`"input"`) or returns (`"output"`).
+        offset: Offset `[D]` if the D units are on the last axis, `[D, 1, 1]` for maps `[N, D, H, W]`.
+        matrix: Matrix `[D, D]` that multiplies the features from the right; None for the offset only.
 
     Example:
         >>> head = nn.Linear(2, 1, bias=False)
@@ -52,7 +52,7 @@ def attach_feature_map(module: nn.Module, side: Side, offset: Tensor, matrix: Te
         handle = module.register_forward_pre_hook(_map_read, with_kwargs=True)
     else:
         handle = module.register_forward_hook(_map_written)
-    setattr(module, _HANDLES[side], handle)  # Unpickled with the module, it keeps its number from other hooks.
+    setattr(module, _HANDLES[side], handle)  # After unpickling, the handle keeps other hooks from taking the same id.
 
 
 def detach_feature_map(module: nn.Module, side: Side) -> None:
@@ -65,7 +65,7 @@ def detach_feature_map(module: nn.Module, side: Side) -> None:
 
 
 def set_feature_map(module: nn.Module, side: Side, offset: Tensor, matrix: Tensor | None = None) -> None:
-    """Write new values into the map of a module, in place, so that captured passes follow."""
+    """Write new values into the map of a module in place, so that captured graphs use them."""
     with torch.no_grad():
         own = module.get_buffer(_OFFSETS[side])
         own.copy_(offset.reshape(own.shape))
@@ -74,7 +74,7 @@ def set_feature_map(module: nn.Module, side: Side, offset: Tensor, matrix: Tenso
 
 
 def attach_stored_feature_maps(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Attach the maps of features that a `state_dict` holds, and remove all others."""
+    """Attach the feature maps that a `state_dict` contains, and remove all others."""
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         for side in _OFFSETS:
@@ -86,10 +86,10 @@ def attach_stored_feature_maps(model: nn.Module, state: Mapping[str, Any]) -> No
 
 
 def find_features(model: nn.Module, sample: Inputs, tap: Tap) -> Tensor:
-    """Return the features of a batch as the module of a tap has them, in eval mode and without an earlier map.
+    """Return the features of a batch at the module of a tap, in eval mode and without an earlier map.
 
     Raises:
-        TapError: If the features are no tensor of real numbers, or lie inside a tuple or dict.
+        TapError: If the features are not a floating-point tensor, or are inside a tuple or dict.
     """
     module = module_of(model, tap)
     detach_feature_map(module, tap.side)
@@ -110,14 +110,14 @@ def find_features(model: nn.Module, sample: Inputs, tap: Tap) -> Tensor:
         handle.remove()
     if len(seen) != 1 or not isinstance(seen[0], Tensor) or not seen[0].is_floating_point() or seen[0].ndim < 2:
         raise TapError(
-            f"expected features of one floating-point tensor at {str(tap)!r}, got {len(find_tensors(seen))} tensors; "
-            "tap another layer in profile"
+            f"Expected one floating-point tensor of features at {str(tap)!r}, got {len(find_tensors(seen))} tensors. "
+            "Tap another layer in shiftmend.profile."
         )
     return seen[0]
 
 
 def offset_shape(features: Tensor, channel_axis: int) -> tuple[int, ...]:
-    """Return the shape of one number a unit that broadcasts against features.
+    """Return the shape of one number per unit that broadcasts against the features.
 
     Example:
         >>> offset_shape(torch.zeros(2, 3, 8, 8), 1), offset_shape(torch.zeros(2, 7, 5), -1)

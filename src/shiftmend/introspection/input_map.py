@@ -1,8 +1,8 @@
-"""A map of each input in front of a model, linear or along a curve, that leaves all names in the model as they are.
+"""A map of the inputs before a model, linear or along curves, that renames nothing in the model.
 
-The linear map is `inputs * scale + offset`; a curve is piecewise linear, one for each channel or column. The numbers
-are buffers of the model itself, applied by a hook before its `forward`. A child module would be run by `nn.Sequential`
-as one more layer, and a wrapper would rename every parameter.
+The linear map is `inputs * scale + offset`; a curve is piecewise linear, one per channel or column. The values are
+buffers of the model itself, applied by a forward pre-hook. A child module would be run by `nn.Sequential` as one more
+layer, and a wrapper would rename every parameter.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from torch import Tensor, nn
 from shiftmend.introspection.feature_map import attach_stored_feature_maps
 
 SCALE = "shiftmend_input_scale"
-"""Name of the buffer with the factor of each input."""
+"""Name of the buffer with the scale of each input."""
 OFFSET = "shiftmend_input_offset"
-"""Name of the buffer with what is added to each input."""
+"""Name of the buffer with the offset of each input."""
 KNOTS = "shiftmend_input_knots"
-"""Name of the buffer with the inputs where a curve bends."""
+"""Name of the buffer with the knots of each curve."""
 SHIFTS = "shiftmend_input_shifts"
-"""Name of the buffer with what a curve adds to the inputs at its knots."""
+"""Name of the buffer with the shifts that a curve adds at its knots."""
 _HANDLE = "_shiftmend_input_handle"
 
 
 def attach_input_map(model: nn.Module, scale: Tensor, offset: Tensor) -> None:
-    """Let a model map its first input before anything else sees the input; an earlier map is replaced.
+    """Make a model map its first input before anything else uses it; an earlier map is replaced.
 
     The map belongs to the model: it is part of the `state_dict`, of copies, of `torch.save` and of `torch.export`.
 
     Args:
         model: The model, which is changed in place.
         scale: Factor that broadcasts against the inputs, e.g. `[C, 1, 1]` for images `[N, C, H, W]`.
-        offset: What is added, of the same shape.
+        offset: Offset, of the same shape.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 1, bias=False))
@@ -47,16 +47,16 @@ def attach_input_map(model: nn.Module, scale: Tensor, offset: Tensor) -> None:
 
 
 def attach_input_curve(model: nn.Module, knots: Tensor, shifts: Tensor) -> None:
-    """Let a model map its first input along piecewise-linear curves, one for each channel or column.
+    """Make a model map its first input along piecewise-linear curves, one per channel or column.
 
-    At its knots a curve adds the shifts. Beyond the outermost knots it goes on with the slope that it has between them
-    on the whole. An earlier map is replaced.
+    At its knots, a curve adds the shifts. Outside of the outermost knots, it continues with its mean slope between
+    them. An earlier map is replaced.
 
     Args:
         model: The model, which is changed in place.
-        knots: Inputs `[D, K]` where curves bend, rising along each row. `D` is the length of axis 1 of the inputs, or 1
-            for one curve of all inputs.
-        shifts: What is added there, of the same shape.
+        knots: Inputs `[D, K]` at which curves bend, ascending along each row. `D` is the size of axis 1 of the inputs,
+            or 1 for one curve for all inputs.
+        shifts: Shifts that are added at the knots, of the same shape.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(1, 1, bias=False))
@@ -72,8 +72,8 @@ def _attach(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     detach_input_map(model)
     for name, values in buffers.items():
         model.register_buffer(name, values.detach().clone())
-    # A model that was unpickled brings the number of its hook along. The handle, unpickled with it, sees to it that no
-    # later hook gets the same number and takes the place of the map.
+    # An unpickled model keeps the id of its hook. The handle, unpickled with it, reserves that id, so that no later
+    # hook replaces the map.
     setattr(model, _HANDLE, model.register_forward_pre_hook(_map_first_input, with_kwargs=True))
 
 
@@ -93,12 +93,12 @@ def has_input_map(model: nn.Module) -> bool:
 
 
 def set_input_map(model: nn.Module, scale: Tensor, offset: Tensor) -> None:
-    """Write as many new values into the map of a model, in place, so that captured passes follow."""
+    """Overwrite the map of a model in place, with the same shapes, so that captured graphs use the new values."""
     _write(model, {SCALE: scale, OFFSET: offset})
 
 
 def set_input_curve(model: nn.Module, knots: Tensor, shifts: Tensor) -> None:
-    """Write as many new values into the curves of a model, in place, so that captured passes follow."""
+    """Overwrite the curves of a model in place, with the same shapes, so that captured graphs use the new values."""
     _write(model, {KNOTS: knots, SHIFTS: shifts})
 
 
@@ -106,21 +106,21 @@ def _write(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, values in buffers.items():
             own = model.get_buffer(name)
-            # Some devices take no float64, so values are converted where they lie.
+            # Values are converted before they are moved, because some devices have no float64.
             own.copy_(values.to(own.dtype).reshape(own.shape))
 
 
 def apply_input_map(model: nn.Module, inputs: Tensor) -> Tensor | None:
-    """Map inputs as a model does before anything else; None if it has no map."""
+    """Apply a model's map to inputs; return None if the model has no map."""
     return _apply(model, inputs) if has_input_map(model) else None
 
 
 def load_adapted_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load weights as `Adaptation.save` writes them, together with maps of inputs and of features if there are any.
+    """Load weights that `Adaptation.save` wrote, including maps of inputs and features.
 
     Args:
-        model: The model as it was before adapting, which is changed in place.
-        state: Tensors by name, e.g. of `safetensors.torch.load_file("mended/model.safetensors")`.
+        model: The model before adapting, which is changed in place.
+        state: Tensors by name, e.g. from `safetensors.torch.load_file("mended/model.safetensors")`.
 
     Raises:
         RuntimeError: If names or shapes do not fit, as `load_state_dict` does.
@@ -142,7 +142,7 @@ def load_adapted_state(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _map_first_input(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Map the first input of a call; a function of the module, so that a model can be copied and pickled with it."""
+    """Map the first input of a call. A module-level function, so that the model can be copied and pickled."""
     if args:
         return (_apply(model, args[0]), *args[1:]), kwargs
     name = next(iter(kwargs))
@@ -153,19 +153,19 @@ def _apply(model: nn.Module, inputs: Tensor) -> Tensor:
     if KNOTS in model._buffers:
         return _follow_curves(inputs, model.get_buffer(KNOTS), model.get_buffer(SHIFTS)).to(inputs.dtype)
     scale, offset = model.get_buffer(SCALE), model.get_buffer(OFFSET)
-    # Inputs of 16 bits are mapped in the precision of the map, and keep their type.
+    # 16-bit inputs are mapped in the precision of the map, and converted back.
     return (inputs * scale + offset).to(inputs.dtype)
 
 
 def _follow_curves(inputs: Tensor, knots: Tensor, shifts: Tensor) -> Tensor:
-    """Add to each input the shift between its two knots, in the precision of the knots."""
+    """Add to each input the interpolated shift at its position, in the precision of the knots."""
     by_unit = len(knots) > 1
     values = (inputs.movedim(1, 0) if by_unit else inputs).to(torch.promote_types(inputs.dtype, knots.dtype))
     rows = values.reshape(len(knots), -1)
-    # Inputs that equal several knots belong behind the last of them, so neighbours below are never equal.
+    # Inputs equal to several knots are placed after the last of them, so neighbouring knots are never equal.
     found = rows.detach().to(knots.dtype).contiguous()
     if torch.compiler.is_exporting():
-        # ONNX has no search, and counting gives the same.
+        # ONNX has no searchsorted; counting gives the same result.
         above = (found.unsqueeze(-1) >= knots.unsqueeze(1)).sum(-1)
     else:
         above = torch.searchsorted(knots, found, right=True)

@@ -1,7 +1,7 @@
-"""The tensors of a model by name: copied, restored, moved to a device, and written to a file.
+"""The tensors of a model by name: copy, restore, move to a device, and save.
 
-A model's own `state_dict` may leave tensors out or rename them, as models with adapters do. So snapshots read the
-parameters and buffers themselves.
+A model's own `state_dict` may leave tensors out or rename them, e.g. with adapters. So snapshots read the parameters
+and buffers directly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shiftmend.utils.devices import device_of
 
 
 def is_trainable(parameter: Tensor) -> bool:
-    """Tell whether gradients can train a parameter: neither integers nor floats of 8 bits, which torch cannot add."""
+    """Tell whether gradients can train a parameter. Integers and 8-bit floats cannot be trained."""
     return (parameter.is_floating_point() and parameter.element_size() > 1) or parameter.is_complex()
 
 
@@ -37,7 +37,7 @@ def is_writable(tensor: Tensor) -> bool:
 def find_owners(model: nn.Module) -> list[str]:
     """List the modules that own parameters; a parametrised layer does, its helper modules do not.
 
-    A list of parameters never runs by itself, so the module that holds the list counts as well.
+    A `ParameterList` never runs by itself, so the module that holds it counts as well.
     """
     lists = (nn.ParameterList, nn.ParameterDict)
     return [
@@ -53,7 +53,7 @@ def find_owners(model: nn.Module) -> list[str]:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters and buffers by name, detached; sparse buffers are left out, since no training changes them.
+    """Return all parameters and buffers by name, detached, except sparse buffers, which training does not change.
 
     A tensor that two modules share appears under both names.
     """
@@ -68,7 +68,7 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
     """Copy all parameters and buffers, in a few kernels."""
     own = named_tensors(model)
     copies = {name: torch.empty_like(value) for name, value in own.items()}
-    # Given one list of several types, some versions of torch mistake their types.
+    # One list with several dtypes confuses some versions of torch.
     for dtype in {value.dtype for value in own.values()}:
         alike = [name for name, value in own.items() if value.dtype == dtype]
         torch._foreach_copy_([copies[name] for name in alike], [own[name] for name in alike])
@@ -76,7 +76,7 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 
 def restore(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Give a model the values of a `snapshot`, in place wherever they fit."""
+    """Restore the values of a `snapshot`, in place where possible."""
     with torch.no_grad():
         for name, module, tensor in _walk(model):
             value, own = tensors.get(name), name.rpartition(".")[2]
@@ -89,21 +89,21 @@ def restore(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model's `state_dict`, and those that the model's own `state_dict` leaves out."""
+    """Return the `state_dict` of a model, together with the tensors that it leaves out."""
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     missing = {
         name: tensor.detach()
         for name, module, tensor in _walk(model)
         if name not in state and name.rpartition(".")[2] not in module._non_persistent_buffers_set
     }
-    # The state dict may hold the same memory under another name.
+    # The state dict may refer to the same memory under another name.
     present = {_address(value) for value in state.values()} if missing else set()
     return state | {name: tensor for name, tensor in missing.items() if _address(tensor) not in present}
 
 
 @contextmanager
 def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Move a model to a device during the block; afterwards all buffers have their former values."""
+    """Move a model to a device inside the block; afterwards all buffers have their former values."""
     home = device_of(model)
     owned = [(module._buffers, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     kept = [buffer.detach().clone() if buffer is not None and is_writable(buffer) else None for _, _, buffer in owned]
@@ -122,9 +122,9 @@ def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file from where the tensors lie, without a copy of them all in memory.
+    """Write a safetensors file without a copy of all tensors in memory.
 
-    `path` comes from `files.replacing`, since what is there is overwritten.
+    `path` should come from `files.replacing`, because an existing file is overwritten.
     """
     packed = _pack(tensors)
     check_types(packed)
@@ -135,7 +135,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
 
 
 def check_types(tensors: dict[str, Tensor]) -> None:
-    """Refuse types that no safetensors file holds before any work is lost; tries the smallest tensor of each type."""
+    """Refuse dtypes that safetensors cannot store, by trying the smallest tensor of each dtype."""
     by_size = sorted(tensors, key=lambda name: -tensors[name].numel())
     smallest = {tensors[name].dtype: name for name in by_size}
     for dtype, name in smallest.items():
@@ -143,8 +143,9 @@ def check_types(tensors: dict[str, Tensor]) -> None:
             safetensors.torch.save(_pack({name: tensors[name]}))
         except KeyError as error:
             raise ShiftmendError(
-                f"{name!r} is of type {str(dtype).removeprefix('torch.')}, which safetensors cannot store. Convert it "
-                "before adapting, e.g. to complex64, or by dequantize()."
+                f"Expected tensors that safetensors can store, got {name!r} of type "
+                f"{str(dtype).removeprefix('torch.')}. Convert it before adapting, e.g. to complex64, or by "
+                "dequantize()."
             ) from error
 
 

@@ -16,7 +16,7 @@ def find_batch_norms(model: nn.Module) -> list[_BatchNorm]:
 
 
 def is_exported(model: nn.Module) -> bool:
-    """Tell whether a model comes from `torch.export`, which forbids to call `eval`."""
+    """Tell whether a model comes from `torch.export`, which does not allow calls of `eval`."""
     return isinstance(model, torch.fx.GraphModule) and "eval" in vars(model)
 
 

@@ -1,4 +1,4 @@
-"""Find tensors in what a model or a module returned."""
+"""Finding tensors in the output of a model or module."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shiftmend.errors import TapError
 from shiftmend.utils.checks import counted, kind
 
 Entry = int | str | None
-"""Names one tensor of a tuple, a dict or a dataclass: an index, a key, or the name of a field."""
+"""Selects one tensor of a tuple, a dict or a dataclass: an index, a key, or the name of a field."""
 
 
 def pick(value: Any, entry: Entry, what: str, example: str = "output={!r}") -> Tensor:
-    """Return the tensor that is meant in what a module returned.
+    """Return the selected tensor of a module's output.
 
     A tuple, a dict or a dataclass needs an entry, unless it holds one tensor only, or one called `logits`. Error
     messages call the module `what`, and suggest an entry in the form of `example`.
@@ -33,22 +33,29 @@ def pick(value: Any, entry: Entry, what: str, example: str = "output={!r}") -> T
         if "logits" in tensors or len(tensors) == 1:
             return tensors["logits"] if "logits" in tensors else next(iter(tensors.values()))
         first = next((key for key in tensors if isinstance(key, int | str)), None)
-        advice = "expected a tensor" if first is None else f"say which entry is meant, e.g. {example.format(first)}"
-        raise TapError(f"{what} returned {_describe(value)}; {advice}")
+        advice = "" if first is None else f". Name the entry that is meant, e.g. {example.format(first)}"
+        raise TapError(f"Expected {what} to return a tensor, got {_describe(value)}{advice}.")
     if isinstance(value, Tensor):
-        # An index would quietly take one sample for the output of all.
-        raise TapError(f"{what} returned a single tensor, which has no entry {entry!r}; leave the entry out")
+        # Indexing a tensor would silently take one sample for the whole output.
+        raise TapError(
+            f"Expected {what} to return several tensors, with one under {entry!r}, got a single tensor. Leave the "
+            "entry out."
+        )
     try:
         picked = getattr(value, entry) if isinstance(entry, str) and _field_names(value) else value[entry]
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise TapError(f"{what} returned {_describe(value)}, which has no entry {entry!r}") from error
+        raise TapError(
+            f"Expected {what} to return a tensor under {entry!r}, got {_describe(value)}. Name another entry."
+        ) from error
     if not isinstance(picked, Tensor):
-        raise TapError(f"entry {entry!r} of what {what} returned is {_describe(picked)}; expected a tensor")
+        raise TapError(
+            f"Expected a tensor under {entry!r} of what {what} returned, got {_describe(picked)}. Name another entry."
+        )
     return picked
 
 
 def find_tensors(value: Any) -> list[Tensor]:
-    """List all tensors in a value, also in lists, dicts, named tuples and dataclasses, which may hold each other."""
+    """List all tensors in a value, including those in nested lists, dicts, named tuples and dataclasses."""
     found, waiting, seen = [], [value], set()
     while waiting:
         part = waiting.pop()
@@ -67,7 +74,7 @@ def find_tensors(value: Any) -> list[Tensor]:
 
 
 def _list_entries(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the entries of what a module returned, with keys in the form that `pick` takes."""
+    """Return the entries of a module's output, with keys in the form that `pick` takes."""
     if isinstance(value, Mapping):
         return value.items()
     if names := _field_names(value):
@@ -76,7 +83,7 @@ def _list_entries(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _field_names(value: Any) -> tuple[str, ...]:
-    """Return the names of the fields of a named tuple or a dataclass; a dict of any class has keys instead."""
+    """Return the field names of a named tuple or a dataclass; a dict of any class has keys instead."""
     if isinstance(value, Mapping):
         return ()
     if is_dataclass(value) and not isinstance(value, type):

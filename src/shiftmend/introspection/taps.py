@@ -1,7 +1,7 @@
-"""Put taps on any `nn.Module` and take them off again.
+"""Attaching taps to any `nn.Module`, and removing them.
 
-Taps are forward hooks: the model is never rebuilt, and no hook outlives its `with` block. What a module returns is
-cloned at once, because an in-place ReLU that follows would overwrite it.
+Taps are forward hooks: the model is never rebuilt, and no hook outlives its `with` block. Activations are cloned at
+once, because an in-place ReLU that follows would overwrite them.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Tap:
     `@axis` where units do not lie on axis 1, such as `"encoder.3@-1"` for tokens `[N, T, C]`.
 
     Args:
-        name: what the tap is called in the profile, e.g. `"features"`.
-        module: name of the module, as in `model.named_modules()`.
-        side: whether to track what the module reads (`"input"`) or what it returns (`"output"`).
-        channel_axis: axis that counts units; all other axes count samples.
-        entry: which tensor to track of a module that returns a tuple or a dict: an index or a key.
+        name: Name of the tap in the profile, e.g. `"features"`.
+        module: Name of the module, as in `model.named_modules()`.
+        side: Whether to record what the module reads (`"input"`) or what it returns (`"output"`).
+        channel_axis: Axis of the units; all other axes count samples.
+        entry: Index or key of the tensor to record, if the module returns a tuple or a dict.
 
     Raises:
-        TapError: if an argument has the wrong type, or the axis is that of the samples.
+        TapError: If an argument has the wrong type, or the axis is that of the samples.
 
     Example:
         >>> from shiftmend import Tap
@@ -56,9 +56,9 @@ class Tap:
 
     def __post_init__(self) -> None:
         if not isinstance(self.module, str):
-            raise TapError(f"tap {self.name!r} is {brief(self.module)}, expected the name of a module, e.g. 'layer1'")
+            raise TapError(f"Expected tap {self.name!r} to name a module, e.g. 'layer1', got {brief(self.module)}.")
         if self.side not in ("input", "output"):
-            raise TapError(f"tap {self.name!r} has the side {brief(self.side)}, expected 'input' or 'output'")
+            raise TapError(f"Expected the side of tap {self.name!r} to be 'input' or 'output', got {brief(self.side)}.")
         check_axis(self.channel_axis, f"tap {self.name!r}")
 
     @staticmethod
@@ -66,22 +66,24 @@ class Tap:
         """Make a tap from its text.
 
         Args:
-            name: what the tap is called in the profile.
+            name: Name of the tap in the profile.
             spec: `module`, `module:input` or `module:output`, perhaps followed by `@axis`; or a tap to rename.
 
         Returns:
-            The tap. A text of another form raises a `TapError`.
+            The tap. Malformed text raises a `TapError`.
         """
         if isinstance(spec, Tap):
             return replace(spec, name=name)
         if not isinstance(spec, str):
-            raise TapError(f"tap {name!r} is {brief(spec)}, expected the name of a module, e.g. 'layer1', or a Tap")
+            raise TapError(
+                f"Expected tap {name!r} to be the name of a module, e.g. 'layer1', or a Tap, got {brief(spec)}."
+            )
         rest, _, axis = spec.partition("@")
         module, _, side = rest.partition(":")
         if side not in ("", "input", "output") or (axis and not re.fullmatch("-?[0-9]+", axis)):
             raise TapError(
-                f"tap {name!r} is given as {spec!r}, expected 'module', 'module:input' or 'module:output', "
-                "with '@axis' behind it where units are not on axis 1"
+                f"Expected tap {name!r} to read 'module', 'module:input' or 'module:output', perhaps with '@axis' for "
+                f"its units, got {spec!r}."
             )
         return Tap(name, module, "input" if side == "input" else "output", int(axis) if axis else 1)
 
@@ -91,57 +93,63 @@ class Tap:
 
 
 class Recorder:
-    """Store of the activations at the taps in the last forward pass. Reading them empties the store."""
+    """Recorder of the activations at the taps in one forward pass. Reading clears it."""
 
     def __init__(self, taps: Mapping[str, Tap]) -> None:
         self._taps = taps
         self._seen: dict[str, list[Tensor]] = {name: [] for name in taps}
 
     def record(self, name: str, value: Any) -> None:
-        """Store what the module of a tap read or returned."""
+        """Record the input or output of a tap's module."""
         tap = self._taps[name]
         tensor = pick(value, tap.entry, f"module {tap.module!r} of tap {name!r}", "Tap(..., entry={!r})")
         self._seen[name].append(tensor.clone())
 
     def read(self) -> dict[str, Tensor]:
-        """Return activations `[samples, units]` by tap, and forget them; each module must have run exactly once."""
+        """Return activations `[samples, units]` by tap, and clear them; each module must have run exactly once."""
         seen = self._seen
         self.forget()
         for name, values in seen.items():
             if len(values) != 1:
                 count = "never ran" if not values else f"ran {len(values)} times"
                 raise TapError(
-                    f"tap {name!r} watches {str(self._taps[name])!r}, which {count} in one forward pass; "
-                    "name a module that runs exactly once"
+                    f"Expected {str(self._taps[name])!r} of tap {name!r} to run once in a forward pass, but it "
+                    f"{count}. Tap a module that runs exactly once."
                 )
         return {name: _to_samples(self._taps[name], values[0]) for name, values in seen.items()}
 
     def forget(self) -> None:
-        """Drop what was recorded: a checkpointed part of a model runs again, with its taps, in the backward pass."""
+        """Clear the recorded activations; with activation checkpointing, taps run again in the backward pass."""
         self._seen = {name: [] for name in self._taps}
 
 
 def _to_samples(tap: Tap, values: Tensor) -> Tensor:
-    """Bring activations into the shape `[samples, units]`."""
+    """Reshape activations to `[samples, units]`."""
     if values.ndim == 0:
-        raise TapError(f"tap {tap.name!r} watches {str(tap)!r}, which gives a single number for all samples")
+        raise TapError(
+            f"Expected a row for each sample at tap {tap.name!r} ({str(tap)!r}), got a single number. Tap another "
+            "module."
+        )
     if values.is_complex():
         raise TapError(
-            f"tap {tap.name!r} watches {str(tap)!r}, which gives complex numbers, and those have no histogram; "
-            "name a module whose numbers are real"
+            f"Expected real numbers at tap {tap.name!r} ({str(tap)!r}), got complex ones, which have no histogram. Tap "
+            "another module."
         )
     if values.ndim > 1 and not -values.ndim < tap.channel_axis < values.ndim:
-        raise TapError(f"tap {tap.name!r} counts units on axis {tap.channel_axis} of {list(values.shape)}")
+        raise TapError(
+            f"Expected tap {tap.name!r} to have its units on an axis of {list(values.shape)}, got axis "
+            f"{tap.channel_axis}. Try '{tap.module}@-1'."
+        )
     return as_samples(values, tap.channel_axis)
 
 
 def module_of(model: nn.Module, tap: Tap) -> nn.Module:
-    """Return the module that a tap names; an unknown name gets a hint."""
+    """Return the module of a tap; the error for an unknown name suggests similar ones."""
     modules: dict[str, nn.Module] = dict(model.named_modules())
     if tap.module not in modules:
         close = [name for name in modules if name.endswith(f".{tap.module}")] or get_close_matches(tap.module, modules)
-        hint = f"; did you mean {' or '.join(map(repr, close[:4]))}?" if close else ""
-        raise TapError(f"tap {tap.name!r} names module {tap.module!r}, which the model does not have{hint}")
+        hint = f". Try {' or '.join(map(repr, close[:4]))}" if close else ""
+        raise TapError(f"Expected tap {tap.name!r} to name a module of the model, got {tap.module!r}{hint}.")
     return modules[tap.module]
 
 

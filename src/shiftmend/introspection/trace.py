@@ -1,4 +1,4 @@
-"""Trace one forward pass of a model: where its head and its taps are, and in which order its layers run."""
+"""Tracing one forward pass of a model: find its head and taps, and the order in which layers run."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from shiftmend.utils.tensor_tree import Inputs
 
 @dataclass(frozen=True)
 class Trace:
-    """The facts about a model that one forward pass shows."""
+    """Facts about a model from one forward pass."""
 
     taps: dict[str, Tap]
     head: str
     order: tuple[str, ...]
     """Modules that own parameters, in the order in which they first run."""
     extractor: tuple[str, ...]
-    """Modules of `order` that ran before the features were complete: what a method may train."""
+    """Modules of `order` that ran before the features were complete, which a method may train."""
     output: Entry = None
     beside: frozenset[str] = frozenset()
-    """Parameters that play no part in the features though they may run before them: those of other heads."""
+    """Parameters that do not affect the features although they may run earlier: those of other heads."""
     uncalled: tuple[str, ...] = ()
-    """Modules whose parameters the features depend on although the modules were not called: their place is unknown."""
+    """Modules that were not called although the features depend on their parameters; their position is unknown."""
     units: Mapping[str, int] = field(default_factory=dict, compare=False)
-    """Units at each tap."""
+    """Number of units at each tap."""
     returned: Any = field(default=None, repr=False, compare=False)
     """The model's output for the batch."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a module, and how many owners of parameters had started when it began and when it ended."""
+    """One call of a module, with the number of owners of parameters that had started at its begin and end."""
 
     module: str
     read: Any
@@ -54,13 +54,13 @@ class _Call:
 
 
 class _Events:
-    """The calls of all modules in one forward pass, so that taps can be looked at once the head is known."""
+    """The calls of all modules in one forward pass, from which taps are found once the head is known."""
 
     def __init__(self) -> None:
         self.started: list[str] = []
         """Owners of parameters, in the order in which they started."""
         self.written: list[tuple[str, Any]] = []
-        """What owners of parameters returned, in the order in which they ended."""
+        """Outputs of the owners of parameters, in the order in which they ended."""
         self.calls: list[_Call] = []
         """Calls of any module, in the order in which they ended."""
 
@@ -70,7 +70,7 @@ class _Events:
         return min((call.began_at if features.side == "input" else call.ended_at for call in calls), default=None)
 
     def check_taps(self, taps: Mapping[str, Tap]) -> dict[str, int]:
-        """Raise if a tap does not give one tensor of real numbers in each forward pass; return the units at each."""
+        """Raise unless each tap gives one tensor of real numbers per forward pass; return the units at each tap."""
         recorder = Recorder(taps)
         for name, tap in taps.items():
             for call in self.calls:
@@ -98,9 +98,11 @@ def trace(
     if the copy calls it.
     """
     if taps is not None and not isinstance(taps, Mapping):
-        raise TapError(f"taps is {brief(taps)}, expected names with where to tap, e.g. taps={{'early': 'layer1'}}")
+        raise TapError(
+            f"Expected taps to be a dict of names and modules, e.g. {{'early': 'layer1'}}, got {brief(taps)}."
+        )
     if head is not None and not (isinstance(head, str) and head):
-        raise TapError(f"head is {brief(head)}, expected the name of the module that classifies, e.g. head='fc'")
+        raise TapError(f"Expected head to name the module that classifies, e.g. 'fc', got {brief(head)}.")
     declared = dict(getattr(model, "shiftmend_taps", None) or {}) if head is None else {}
     given: dict[str, str | Tap] = {**declared, **(taps or {})}
     if head is not None:
@@ -113,11 +115,11 @@ def trace(
         returned = run_checked(model, sample, output=output, original=original)
     if head is None:
         head = _find_head(events, returned, output, given)
-    # A linear layer works on the last axis, also of tokens [N, T, C].
+    # A linear layer works on the last axis, also for tokens [N, T, C].
     written = [out for name, out in events.written if name == head]
     on_tokens = isinstance(module_of(model, Tap("head", head)), nn.Linear) and any(out.ndim > 2 for out in written)
     axis = "@-1" if on_tokens else ""
-    # Features and logits come first, then the model's own taps, then those of the user.
+    # The order is: features and logits, the model's own taps, the user's taps.
     specs: dict[str, str | Tap] = {"features": f"{head}:input{axis}", "logits": f"{head}{axis}", **given}
     resolved = {name: Tap.parse(name, spec) for name, spec in specs.items()}
     for tap in resolved.values():
@@ -126,7 +128,7 @@ def trace(
     order = tuple(dict.fromkeys(events.started))
     before = tuple(dict.fromkeys(events.started[: events.features_at(resolved["features"])]))
     extractor = tuple(name for name in before if name != head and not name.startswith(f"{head}."))
-    # A second head has an output of its own.
+    # Another head has an output of its own.
     several = len(find_tensors(returned)) > 1
     idle = [name for name in owners if not any(name == one or name.startswith(f"{one}.") or not one for one in order)]
     used, shown = _find_used_parameters(model, sample, resolved["features"]) if several or idle else (set(), set())
@@ -173,8 +175,8 @@ def _record_events(model: nn.Module, owners: list[str], tapped: set[str]) -> Ite
 def _find_used_parameters(model: nn.Module, sample: Inputs, features: Tap) -> tuple[set[Tensor], set[Tensor]]:
     """Find the parameters that the features depend on, and those that the returned tensors depend on.
 
-    Frozen layers count too, because the method decides what is trained. Parameters that no autograd graph shows, such
-    as those inside reentrant checkpoints, are left out.
+    Frozen layers count as well, because the method decides what is trained. Parameters that no autograd graph shows,
+    such as those inside reentrant checkpoints, are left out.
     """
     frozen = [parameter for parameter in model.parameters() if is_trainable(parameter) and not parameter.requires_grad]
     try:
@@ -186,7 +188,7 @@ def _find_used_parameters(model: nn.Module, sample: Inputs, features: Tap) -> tu
             returned = call_model(model, sample)
             return _find_leaves(recorder.read()["features"]), _find_leaves(returned)
     except RuntimeError:
-        # The model runs, but not with gradients: its weights were made in inference mode.
+        # The model cannot run with gradients, because its weights were made in inference mode.
         return set(), set()
     finally:
         for parameter in frozen:
@@ -194,7 +196,7 @@ def _find_used_parameters(model: nn.Module, sample: Inputs, features: Tap) -> tu
 
 
 def _find_leaves(value: Any) -> set[Tensor]:
-    """Find the leaves of the graph behind the tensors in a value."""
+    """Find the leaves of the autograd graph of the tensors in a value."""
     leaves: set[Tensor] = set()
     waiting = {tensor.grad_fn for tensor in find_tensors(value)}
     seen = {None, *waiting}
@@ -220,21 +222,23 @@ def _find_head(events: _Events, returned: Any, output: Entry, given: Mapping[str
         return layers[-1]
     last = next((name for name, _ in reversed(events.written) if name), None)
     if last is None:
-        raise TapError("the model is one single layer: there is nothing below its head that could be restored")
+        raise TapError(
+            "Expected a model with layers below its head, got a single layer, in which nothing can be restored."
+        )
     raise TapError(
-        "no layer with parameters writes the model's output, so the head could not be found; name it, "
-        f"e.g. head={last!r} (the last one that ran)"
+        f"Expected a layer that returns the model's output as the head, got none. Name the head, e.g. head={last!r}, "
+        "the layer that ran last."
     )
 
 
 def _find_writers(events: _Events, result: Tensor) -> list[str]:
-    """List the innermost layers that returned a tensor: a container that owns tokens returns the same one."""
+    """List the innermost layers that returned a given tensor; a container may return the same one."""
     matching = [name for name, out in events.written if name and isinstance(out, Tensor) and _is_same(out, result)]
     return [name for name in matching if not any(other.startswith(f"{name}.") for other in matching)]
 
 
 def _check_same_head(events: _Events, returned: Any, output: Entry, tap: Tap) -> None:
-    """Refuse an `output` of one head if the tap `logits`, which decides what is aligned, is on another head."""
+    """Refuse an `output` of one head if the tap `logits`, which is aligned, belongs to another head."""
     if output is None or tap.side == "input":
         return
     writers = _find_writers(events, pick(returned, output, "the model"))
@@ -242,13 +246,13 @@ def _check_same_head(events: _Events, returned: Any, output: Entry, tap: Tap) ->
         return
     if any(tap.module in _find_writers(events, entry) for entry in find_tensors(returned)):
         raise TapError(
-            f"output={output!r} does not belong to the tap 'logits' at {tap.module!r}. Name the entry that this module "
-            f"writes, or make the profile with output={output!r}."
+            f"Expected output= to be an entry that {tap.module!r} (tap 'logits') writes, got {output!r}. Name that "
+            f"entry, or profile with output={output!r}."
         )
 
 
 def _is_same(written: Tensor, result: Tensor) -> bool:
-    """Tell whether a tensor is the model's output, or whether the output is a view of it, as after `x.squeeze(-1)`."""
+    """Tell whether a tensor is the model's output, or the output is a view of it, e.g. after `x.squeeze(-1)`."""
     if written is result:
         return True
     return written.numel() == result.numel() and (

@@ -1,7 +1,7 @@
-"""Validate models: the one place that refuses them.
+"""Validation of models: the one place that refuses them.
 
-`validate` lists what keeps a model from being used, after the validator of Opacus. `check_model` raises the first
-problem, `unwrap` does so for what a caller handed over, and `copy_model` makes the copy that is adapted.
+`validate` lists what prevents a model from being used, like the validator of Opacus. `check_model` raises the first
+problem, `unwrap` also removes wrappers, and `copy_model` makes the copy that is adapted.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from shiftmend.utils.tensor_tree import Inputs, TensorTree, describe_samples
 _FORWARD_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
 )  # fmt: skip
-"""Exceptions that models raise for inputs that they do not take."""
+"""Exceptions that models raise for unsuitable inputs."""
 
 _PLAIN_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
-"""Errors whose text says enough without their type."""
+"""Exceptions whose text is clear without their type."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One reason why a model cannot be used, as a sentence with what was expected and what to do."""
+    """A reason why a model cannot be used: a sentence that says what was expected and what to do."""
 
     message: str
     error: type[ShiftmendError]
@@ -58,7 +58,7 @@ def validate(
     trained: bool = False,
     original: nn.Module | None = None,
 ) -> list[Problem]:
-    """List what keeps a model from being used; the list is empty for a good one.
+    """List what prevents a model from being used; the list is empty for a valid model.
 
     Args:
         model: The object that a caller passed as the model.
@@ -70,17 +70,17 @@ def validate(
         original: The model that `model` is a copy of. A copy that calls the original in its forward pass is refused.
 
     Returns:
-        One problem for each thing that is wrong. The model runs only if nothing else is wrong.
+        One entry for each problem. The model runs only if there is no other problem.
     """
     if not isinstance(model, nn.Module):
         stored = isinstance(model, str | os.PathLike | Mapping)
-        advice = "; build the network and load its weights into it first" if stored else ""
-        return [Problem(f"the model is {kind(model)}, expected a torch.nn.Module{advice}", TapError)]
+        advice = ". Build the network and load its weights into it first" if stored else ""
+        return [Problem(f"Expected the model to be a torch.nn.Module, got {kind(model)}{advice}.", TapError)]
     problems = [*_check_hooks(model, traced)] if tapped else []
     if any(is_lazy(parameter) or parameter.is_meta for parameter in model.parameters()):
         message = (
-            "the model's parameters hold no values yet (lazy layers, or the device 'meta'): run a batch through it if "
-            "it is lazy, and load its weights first"
+            "Expected parameters with values, got lazy layers or the device 'meta'. Load the weights first, after a "
+            "batch through lazy layers."
         )
         problems.append(Problem(message, TapError))
     elif trained:
@@ -103,7 +103,7 @@ def run_checked(model: nn.Module, sample: Inputs, *, output: Entry = None, origi
 
 
 def unwrap(model: nn.Module, **options: Any) -> nn.Module:
-    """Check a model, and return the module inside `torch.compile` or data-parallel wrappers; options of `validate`."""
+    """Validate a model, and return the module inside `torch.compile` or data-parallel wrappers; see `validate`."""
     inner: Any = model
     while isinstance(inner, nn.Module):
         model = inner
@@ -115,10 +115,10 @@ def unwrap(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """Copy a model, so that the caller's own is never changed.
+    """Copy a model, so that the caller's model is never changed.
 
-    A model may still hold tensors of its last training step: a weight computed by `weight_norm`, or features that it
-    remembers. Torch refuses to copy tensors with a graph; the copy gets their values alone.
+    A model may still refer to tensors of its last training step, such as a weight computed by `weight_norm` or cached
+    features. Torch refuses to copy tensors with an autograd graph, so the copy gets their values only.
     """
     values: dict[int, Any] = {}
     for tensor in (tensor for module in model.modules() for tensor in find_tensors(vars(module))):
@@ -130,46 +130,56 @@ def copy_model(model: nn.Module) -> nn.Module:
         raise
     except (AttributeError, RuntimeError, TypeError, ValueError, copy.Error, pickle.PicklingError) as error:
         raise AdaptationError(
-            f"the model cannot be copied ({error}), and the caller's own is never changed; remove from it what "
-            "copy.deepcopy does not take"
+            "Expected a model that copy.deepcopy can copy, since the original is never changed, got an error: "
+            f"{error}. Remove what cannot be copied."
         ) from error
     own = {id(tensor) for tensor in (*copied.parameters(), *copied.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) in own:
             raise AdaptationError(
-                f"a copy of the model shares {name!r} with the caller's own, which is never changed; copy it in "
-                "__deepcopy__"
+                f"Expected a copy of the model with tensors of its own, got {name!r} shared with the original. Copy it "
+                "in __deepcopy__."
             )
     return copied
 
 
 def _check_hooks(model: nn.Module, traced: bool) -> Iterator[Problem]:
     if isinstance(model, torch.jit.ScriptModule):
-        yield Problem("a scripted model cannot be tapped; pass the module it was scripted from", TapError)
+        yield Problem(
+            "Expected an ordinary module, since a scripted one cannot be tapped. Pass the module it was scripted from.",
+            TapError,
+        )
     elif is_exported(model):
-        yield Problem("an exported model cannot be tapped; pass the module it was exported from", TapError)
+        yield Problem(
+            "Expected an ordinary module, since an exported one cannot be tapped. Pass the module it was exported "
+            "from.",
+            TapError,
+        )
     elif traced:
         owners = find_owners(model)
         if not owners:
-            yield Problem("the model has no parameters, so there is no head to tap and nothing to adapt", TapError)
+            yield Problem(
+                "Expected a model with parameters, got one without, in which nothing can be tapped or adapted.",
+                TapError,
+            )
         for name in owners:
             if isinstance(model.get_submodule(name), torch.jit.ScriptModule):
-                message = f"{name!r} is scripted and cannot be tapped; put the module it was scripted from there"
+                message = f"Expected ordinary modules, got {name!r}, which is scripted. Put its original there."
                 yield Problem(message, TapError)
 
 
 def _check_weights(model: nn.Module) -> Iterator[Problem]:
-    """Find weights that make every loss NaN, for which the learning rate would be blamed later."""
+    """Find weights that would make every loss NaN, which would otherwise look like a bad learning rate."""
     for name, parameter in model.named_parameters():
         if not is_trainable(parameter):
             continue
         value = parameter.detach()
-        # A mask that is kept among the parameters may hold infinities.
+        # A mask among the parameters may contain infinities.
         bad = ~torch.isfinite(value) if parameter.requires_grad else torch.isnan(value)
         if bool(bad.any()):
             message = (
-                f"the model's weights are NaN or infinite in {name!r} before anything is adapted; load those of a "
-                "model that works"
+                f"Expected finite weights, got NaN or infinity in {name!r} before anything is adapted. Load those of a "
+                "model that works."
             )
             yield Problem(message, AdaptationError)
 
@@ -177,12 +187,12 @@ def _check_weights(model: nn.Module) -> Iterator[Problem]:
 def _check_forward(
     model: nn.Module, samples: Sequence[Inputs], output: Entry, original: nn.Module | None
 ) -> Iterator[Problem]:
-    """Run the model on each batch; batches differ in size where each is padded by itself."""
+    """Run the model on each batch; batches may differ in size if each is padded separately."""
     for number, sample in enumerate(samples):
         returned = _try_forward(model, sample, original)
         if isinstance(returned, Problem):
             if number > 0 and returned.error is DataError:
-                message = f"the batches differ in size, and {returned.message}; bring all samples to one size first"
+                message = f"Expected batches of one size. {returned.message} Bring all samples to one size first."
                 returned = replace(returned, message=message)
             yield returned
             return
@@ -191,7 +201,7 @@ def _check_forward(
 
 
 def _try_forward(model: nn.Module, sample: Inputs, original: nn.Module | None) -> Any:
-    """Run the model in eval mode, without gradients; return what the model returned, or the problem that it has."""
+    """Run the model in eval mode without gradients; return its output, or the problem."""
     try:
         with torch.no_grad(), preserve_modes(model), force_eager(model), _watch_original(original, model):
             enter_eval(model)
@@ -214,14 +224,14 @@ def _check_entry(returned: Any, output: Entry) -> Iterator[Problem]:
 
 
 class _OriginalCalled(Exception):
-    """A copy called a module of the model that it was made from."""
+    """Raised when a copy calls a module of the original model."""
 
 
 @contextmanager
 def _watch_original(original: nn.Module | None, copied: nn.Module) -> Iterator[None]:
     """Raise as soon as a module of the original is called.
 
-    Functions cannot be copied: a lambda or a hook that refers to `self` goes on referring to the caller's model.
+    Functions cannot be copied: a lambda or hook that refers to `self` still refers to the caller's model.
     """
     shared, thread = {id(module) for module in copied.modules()}, threading.get_ident()
     with ExitStack() as stack:
@@ -230,12 +240,12 @@ def _watch_original(original: nn.Module | None, copied: nn.Module) -> Iterator[N
                 continue
 
             def stop(module: nn.Module, inputs: Any, name: str = name) -> None:
-                # Another thread may go on predicting with the caller's model.
+                # Another thread may still predict with the caller's model.
                 if threading.get_ident() != thread:
                     return
                 raise _OriginalCalled(
-                    f"The copied model still runs {name or type(module).__name__!r} of the caller's model, through a "
-                    "lambda or hook. Try a method or a module instead."
+                    "Expected the copied model to run by itself, but a lambda or hook calls "
+                    f"{name or type(module).__name__!r} of the original. Use a method or module."
                 )
 
             stack.callback(module.register_forward_pre_hook(stop).remove)
@@ -243,34 +253,34 @@ def _watch_original(original: nn.Module | None, copied: nn.Module) -> Iterator[N
 
 
 def _explain(model: nn.Module, sample: Inputs, error: Exception) -> str:
-    """Say in one sentence that a model does not take some inputs, and what to do."""
+    """Explain in one sentence why a model does not accept some inputs, with advice."""
     lines = str(error).strip().splitlines()
     reason = lines[0] if lines and isinstance(error, _PLAIN_ERRORS) else " ".join([type(error).__name__, *lines[:1]])
     advice = _advise(model, sample)
-    return f"the model does not take inputs of {describe_samples(sample)}: {reason}{advice}"
+    return f"Expected inputs that the model takes, got {describe_samples(sample)}: {reason.rstrip('.')}.{advice}"
 
 
 def _advise(model: nn.Module, sample: Inputs) -> str:
-    """Suggest what to do about inputs of another type than the weights, too few of them, or without a batch axis."""
+    """Suggest a remedy for inputs with another dtype than the weights, too few samples, or no batch axis."""
     if isinstance(sample, TensorTree):
         return _advise_several(model, sample)
     if not accepts(model, None):
-        return "; expected all inputs of a model that takes several: pass a dict by name, or ((a, b), labels) in order"
+        return " The model takes several inputs: pass a dict by name, or ((a, b), labels) in order."
     if len(sample) == 1 and any(norm.running_mean is None for norm in find_batch_norms(model)):
-        return "; it normalises by the batch, so give it at least two samples at once"
+        return " The model normalises by the batch: pass at least two samples at once."
     if sample.ndim == 1:
-        return "; expected samples along the first axis: make one tensor of several, or inputs.unsqueeze(0) of one"
+        return " Samples lie along the first axis: stack several, or pass inputs.unsqueeze(0)."
     weights = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
     if len(weights) != 1 or sample.dtype in weights:
         return ""
     (wanted,) = weights
     if sample.is_floating_point():
-        return f"; convert them first, e.g. preprocess=lambda inputs: inputs.to({wanted})"
+        return f" Convert them first, e.g. preprocess=lambda inputs: inputs.to({wanted})."
     if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in model.modules()):
-        # The inputs are tokens, and something else is wrong with them.
+        # The inputs are tokens, so their dtype is not the problem.
         return ""
     scale = " / 255" if sample.dtype == torch.uint8 else ""
-    return f"; convert them as in training, e.g. preprocess=lambda inputs: inputs.to({wanted}){scale}"
+    return f" Convert them as in training, e.g. preprocess=lambda inputs: inputs.to({wanted}){scale}."
 
 
 def _advise_several(model: nn.Module, sample: TensorTree) -> str:
@@ -281,5 +291,5 @@ def _advise_several(model: nn.Module, sample: TensorTree) -> str:
         taken = inspect.signature(model.forward).parameters
         unknown = [name for name in sample.value if name not in taken]
         if unknown:
-            return f"; leave out {', '.join(map(repr, unknown))}, which its forward does not take"
+            return f" Leave out {', '.join(map(repr, unknown))}, which its forward does not take."
     return ""

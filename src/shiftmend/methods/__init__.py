@@ -1,4 +1,4 @@
-"""Methods of adaptation by name. To add one, write its file, a line here, its test, and a line in `docs/methods.md`.
+"""Adaptation methods by name. To add one, write its file, a line here, a test, and a row in `docs/methods.md`.
 
 Example:
     >>> from shiftmend.methods import METHODS, method
@@ -61,7 +61,7 @@ METHODS: dict[str, type[Method]] = {
 
 
 def kind_of(name: str | type[Method]) -> type[Method]:
-    """Return the class of a method by name. Users may add their own classes to `METHODS`."""
+    """Return the class of a method by its name. Users may add their own classes to `METHODS`."""
     if not isinstance(name, type) or not issubclass(name, Method):
         check_known(name, METHODS, "method", AdaptationError)
     return METHODS[name] if isinstance(name, str) else name
@@ -71,7 +71,7 @@ def method(name: str | Method | type[Method], **options: Any) -> Method:
     """Make a method from its name or class and its options.
 
     Args:
-        name: Name or class of a method, or an instance, which is returned as it is.
+        name: Name or class of a method, or an instance, which is returned unchanged.
         **options: Hyper-parameters.
 
     Returns:
@@ -87,18 +87,24 @@ def method(name: str | Method | type[Method], **options: Any) -> Method:
     """
     if isinstance(name, Method):
         if options:
-            raise AdaptationError(f"give the options of {name.name} when making it, not beside it; or give its class")
+            raise AdaptationError(
+                f"Expected options inside {name.name}(...), got them beside a finished method. Pass the class, or make "
+                "the method with them."
+            )
         return name
     kind = kind_of(name)
     name = name if isinstance(name, str) else getattr(kind, "name", kind.__name__)
     known = [field.name for field in fields(kind)]
     unknown = [option for option in options if option not in known]
     if unknown:
-        has = f"it has {', '.join(known)}" if known else "it has none"
-        raise AdaptationError(f"method {name!r} has no option {unknown[0]!r}; {has}")
+        expected = f"options of {name!r} among {', '.join(known)}" if known else f"no options for {name!r}"
+        raise AdaptationError(f"Expected {expected}, got {unknown[0]!r}.")
     missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in options]
     if missing:
-        raise AdaptationError(f"method {name!r} needs {missing[0]!r}, e.g. adapt(..., {missing[0]}={missing[0]})")
+        raise AdaptationError(
+            f"Expected {missing[0]!r}, which the method {name!r} needs, got none. Pass it: adapt(..., "
+            f"{missing[0]}={missing[0]})."
+        )
     return kind(**options)
 
 

@@ -1,4 +1,4 @@
-"""AdaBN: replace the statistics of BatchNorm by those of the target."""
+"""AdaBN: replace the running statistics of BatchNorm by those of the target."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shiftmend.profiles.profile import Profile
 
 @dataclass(frozen=True, kw_only=True)
 class AdaBN(Method):
-    """BatchNorm with statistics of the target, averaged from scratch over `passes` passes of all batches.
+    """BatchNorm statistics of the target, averaged from scratch over `passes` passes through all batches.
 
-    As in the reference implementation, batch variances are averaged, which leaves out the variance between batch means.
-    A model without BatchNorm stays as it is.
+    As in the reference implementation, batch variances are averaged, so the variance between batch means is not
+    included. A model without BatchNorm is not changed.
     """
 
     name: ClassVar[str] = "adabn"

@@ -1,4 +1,4 @@
-"""BNM and BNM-IM (Ishii and Sugiyama, 2021): align the features' means and variances, without and with entropies."""
+"""BNM and BNM-IM (Ishii and Sugiyama, 2021): align means and variances of features, optionally with entropies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shiftmend.stats.gaussians import FullGaussian
 
 @dataclass(frozen=True, kw_only=True)
 class BNM(Prediction):
-    """Matching of a Gaussian for each feature, KL(source || batch): the paper's "Marg. Gauss.".
+    """Matching of a Gaussian per feature by KL(source || batch): "Marg. Gauss." in the paper.
 
     The reference implementation takes the source's moments from the running statistics of the BatchNorm after the
     features, which were measured with dropout. The profile's moments were measured in eval mode, and need no BatchNorm.
@@ -37,7 +37,7 @@ class BNM(Prediction):
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:
         assert profile is not None
         stored = profile.gaussian.marginal() if isinstance(profile.gaussian, FullGaussian) else profile.gaussian
-        # positions instead of a mask: picking by a mask would wait for the device at each batch
+        # Indices replace a mask, because selecting by a mask would synchronise with the device in each batch.
         usable = (profile.taps["features"].usable & (stored.variance > 0)).nonzero()[:, 0]
         home, units = stored.of_units(usable).to(device), usable.to(device)
 

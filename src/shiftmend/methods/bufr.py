@@ -10,23 +10,23 @@ from shiftmend.methods.fr import Alignment
 from shiftmend.profiles.profile import Profile
 
 AUTO_FACTOR = 2.0
-"""Factor to the rate published for a network, where blocks end by themselves. With the published rate, which is meant
-for 30 epochs a block, hard shifts of EMNIST-DA are not finished in a quarter of the steps."""
+"""Factor to the published learning rate with `epochs_per_block="auto"`. The published rate is meant for 30 epochs a
+block, and too small for hard shifts of EMNIST-DA in a quarter of the steps."""
 AUTO_DECAY = 2.5
-"""Largest divisor of the rate at each unfreezing, where blocks end by themselves. With 5, as published for ResNets, the
-upper blocks change next to nothing in so few steps."""
+"""Largest decay at each unfreezing with `epochs_per_block="auto"`. With 5, as published for ResNets, the upper blocks
+hardly change in so few steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BUFR(Alignment):
-    """Training of the first block, then of the first two, and so on, each with a fresh optimiser.
+    """Training of the first block, then of the first two, and so on, each time with a new optimiser.
 
-    By default, `epochs_per_block="auto"`, the next block is unfrozen when the loss no longer falls, at the latest after
-    the published 30 epochs. The learning rate is divided by `decay` at each unfreezing. Published: rate 1.0 and decay
-    1.5 for the CNN, where a block is one layer, 0.1 and 5 for ResNets, where it is a stage. None takes the decay by
-    that rule; with more blocks than the four and five of those networks it is gentler, so that the last block has as
-    large a share of the first one's rate as there, instead of next to nothing. Blocks that end by themselves take the
-    larger steps of `AUTO_FACTOR` and `AUTO_DECAY`.
+    By default (`epochs_per_block="auto"`), the next block is unfrozen when the loss stops falling, but after at most
+    the published 30 epochs. The learning rate is divided by `decay` at each unfreezing. Published values are rate 1.0
+    and decay 1.5 for the CNN, where a block is one layer, and 0.1 and 5 for ResNets, where a block is a stage. A decay
+    of None follows this rule. With more blocks than those networks have (four and five), the decay is smaller, so that
+    the last block has the same fraction of the first rate as there. With `"auto"`, rate and decay are changed by
+    `AUTO_FACTOR` and `AUTO_DECAY`.
     """
 
     name: ClassVar[str] = "bufr"
@@ -48,7 +48,7 @@ class BUFR(Alignment):
         rate = self.rate(network, profile)
         decay, published = (1.5, 4) if network.layerwise else (5.0, 5)
         if self.epochs_per_block == AUTO:
-            # In few steps, larger steps go further.
+            # With few steps, a larger rate gets further.
             decay = min(decay, AUTO_DECAY)
             if self.learning_rate is None and network.published(self.name) is not None:
                 rate *= AUTO_FACTOR

@@ -14,21 +14,20 @@ from shiftmend.methods.shot_im import SHOTIM
 from shiftmend.profiles.profile import Profile
 
 REFINING = "all blocks, refined"
-"""Name of the last stage, which no block can have."""
+"""Name of the last stage, which no block has."""
 MAX_REFINE_RATE = 0.01
-"""Largest default rate of refining. On EMNIST-DA, 0.1, which was published for SHOT-IM on the CNN, gained 0.03 points
-in ten epochs, and 0.01 gained 0.32 (`benchmarks/refining.py`)."""
+"""Largest default learning rate of refining. On EMNIST-DA, the rate 0.1 that was published for SHOT-IM on the CNN
+gained 0.03 points in ten epochs, and 0.01 gained 0.32 (`benchmarks/refining.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BUFRIM(BUFR):
     """BUFR with all its options, followed by at most `refine_epochs` epochs of SHOT-IM.
 
-    Restored features answer most inputs correctly, and information maximisation then sharpens these answers. On
-    features that are not restored, the same loss sharpens wrong answers. The alignment loss stays, `hold` times, so
-    that the features do not leave home again; 0 leaves it out. A `refine_rate` of None takes that of SHOT-IM for the
-    network, at most `MAX_REFINE_RATE`. Predictions become more certain than they are right; a temperature repairs their
-    calibration.
+    With restored features, most predictions are correct, and information maximisation makes them more confident.
+    Without, it would reinforce wrong predictions. The alignment loss is kept with the weight `hold`, so that the
+    features do not drift away from home again; 0 drops it. A `refine_rate` of None takes the rate of SHOT-IM for the
+    network, but at most `MAX_REFINE_RATE`. Predictions become overconfident, which a temperature corrects.
     """
 
     name: ClassVar[str] = "bufr-im"

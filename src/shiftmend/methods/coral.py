@@ -1,6 +1,6 @@
-"""Feature matching without gradients: bring the centroid, or centroid and covariance, of the features home.
+"""Feature matching without gradients: match the mean, or mean and covariance, of the features to the source.
 
-`neo` shifts the centroid. `coral` whitens the features of the target and colours them with the covariance of home.
+`neo` shifts the mean. `coral` whitens the features of the target and recolours them with the covariance of the source.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from shiftmend.utils.devices import sum_dtype
 from shiftmend.utils.tensor_tree import Inputs
 
 RIDGE = 1e-6
-"""Variance added to every unit on both sides, as a share of the mean variance at home: silent units stay so."""
+"""Variance that is added to every unit on both sides, relative to the mean variance at home, so that constant units
+stay constant."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NEO(Method):
-    """A constant added to each feature, so that the centroid of the features is the source's.
+    """A constant offset of each feature that makes the mean of the features equal to the source's.
 
-    The model gets one buffer in front of its head (`introspection/feature_map.py`); its weights stay as they are.
+    The model gets one buffer before its head (`introspection/feature_map.py`); its weights do not change.
     """
 
     name: ClassVar[str] = "neo"
@@ -42,13 +43,13 @@ class NEO(Method):
     several_processes: ClassVar[bool] = True
     reads_inputs: ClassVar[bool] = True
     recolours: ClassVar[bool] = False
-    """Whether covariances are matched, too."""
+    """Whether covariances are matched as well."""
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         return [Stage("features", 1)]
 
     def begin(self, model: nn.Module, sample: Inputs, profile: Profile | None) -> None:
-        """Attach a map that changes nothing yet."""
+        """Attach an identity map."""
         assert profile is not None
         tap = profile.specs["features"]
         try:
@@ -61,7 +62,7 @@ class NEO(Method):
         attach_feature_map(module_of(model, tap), tap.side, offset, matrix)
 
     def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Inputs], profile: Profile | None) -> None:
-        """Read the features of all inputs once and set the map."""
+        """Compute the features of all inputs once, and set the map."""
         assert profile is not None
         tap = profile.specs["features"]
         tracker: CovarianceTracker | RangeTracker = CovarianceTracker() if self.recolours else RangeTracker()
@@ -75,8 +76,10 @@ class NEO(Method):
         run_pass(model, without_labels(batches), update, taps={"features": tap})
         found = tracker.reduce_over_processes()
         if not bool(torch.isfinite(found.mean).all()):
-            raise AdaptationError(f"{self.name} expected finite features, got NaN or infinity; look at preprocess")
-        # Positions of a feature map are no independent samples.
+            raise AdaptationError(
+                f"Expected finite features for {self.name}, got NaN or infinity. Check the inputs and preprocess."
+            )
+        # Positions of a feature map are not independent samples.
         samples = found.samples * inputs / tracker.samples
         offset, matrix = self.find_map(found, samples, profile)
         set_feature_map(module_of(model, tap), tap.side, offset, matrix)
@@ -84,17 +87,17 @@ class NEO(Method):
     def find_map(
         self, found: CovarianceTracker | RangeTracker, samples: float, profile: Profile
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the offset that is added to the features, and the matrix that multiplies them, if any."""
+        """Return the offset to add to the features, and the matrix to multiply them with, or None."""
         return profile.gaussian.mean.to(found.mean) - found.mean, None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CORAL(NEO):
-    """A linear map of the features, so that their mean and covariance are the source's.
+    """A linear map of the features that makes their mean and covariance equal to the source's.
 
-    With covariances C and means m, features x become (x - m_t) C_t^(-1/2) C_s^(1/2) + m_s. Few samples tell little of a
-    covariance, so the target's is mixed with the source's: a share `shrinkage` of it, by default D / (D + N - 1) for D
-    features and N samples. With a single sample, that leaves the shift of the centroid. The profile must have been made
+    With covariances C and means m, features x become (x - m_t) C_t^(-1/2) C_s^(1/2) + m_s. A covariance of few samples
+    is noisy, so the target's is mixed with the source's: the latter has the weight `shrinkage`, by default D / (D + N -
+    1) for D features and N samples. With a single sample, only the mean is shifted. The profile must have been made
     with `gaussian="full"`.
     """
 
@@ -106,14 +109,14 @@ class CORAL(NEO):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.shrinkage is not None and not (is_real(self.shrinkage) and 0 <= self.shrinkage <= 1):
-            raise AdaptationError(f"the shrinkage must lie between 0 (none) and 1, got {self.shrinkage!r}")
+            raise AdaptationError(f"Expected the shrinkage to lie between 0 (none) and 1, got {self.shrinkage!r}.")
 
     def begin(self, model: nn.Module, sample: Inputs, profile: Profile | None) -> None:
-        """Attach a map that changes nothing yet, if the profile holds what it needs."""
+        """Attach an identity map; raise if the profile has no covariance."""
         if profile is None or not isinstance(profile.gaussian, FullGaussian):
             raise AdaptationError(
-                "coral expected a profile with the covariance of the features, got one without; make it with "
-                "shiftmend.profile(..., gaussian='full')"
+                "Expected a profile with the covariance of the features, got one without. Make it with "
+                "shiftmend.profile(..., gaussian='full')."
             )
         super().begin(model, sample, profile)
 
@@ -134,7 +137,7 @@ class CORAL(NEO):
 
 
 def _raise_to(covariance: Tensor, power: float) -> Tensor:
-    """Compute a power of a positive definite matrix; what rounding made negative counts as almost nothing."""
+    """Compute a power of a positive definite matrix; eigenvalues that rounding made negative are clamped."""
     values, vectors = torch.linalg.eigh(covariance)
     least = values.amax() * torch.finfo(values.dtype).eps
     raised: Tensor = (vectors * values.clamp_min(least).pow(power)) @ vectors.T

@@ -33,11 +33,11 @@ from shiftmend.utils.checks import brief, check_known
 
 @dataclass(frozen=True, kw_only=True)
 class Alignment(Method):
-    """Base of FR and BUFR: the alignment loss of equation (2).
+    """Base class of FR and BUFR with the alignment loss of equation (2).
 
-    `align` names the taps (the paper's ablation leaves out the logits; further taps of the profile may be added),
-    `divergence` replaces the preset's, e.g. by `"kl-target-source"`, the paper's other ablation. The preset is the
-    profile's own. A learning rate of None takes a default that fits the network, see `rate`.
+    `align` names the taps to align. The paper's ablation leaves out the logits; further taps of the profile may be
+    added. `divergence` replaces the preset's, e.g. by `"kl-target-source"`, the paper's other ablation. The preset is
+    that of the profile. A learning rate of None takes a default that fits the network, see `rate`.
     """
 
     needs_profile: ClassVar[bool] = True
@@ -46,7 +46,7 @@ class Alignment(Method):
     unnormalised_rate: ClassVar[float]
     layerwise_rate: ClassVar[float]
     published_epochs: ClassVar[int]
-    """Epochs of a stage in the paper: the most that a stage may have if it ends by itself."""
+    """Epochs of a stage in the paper; with `"auto"`, the largest number of epochs."""
     learning_rate: float | None = None
     align: tuple[str, ...] | str = ("features", "logits")
     divergence: str | None = None
@@ -60,9 +60,7 @@ class Alignment(Method):
             object.__setattr__(self, "align", (self.align,))
         named = isinstance(self.align, tuple | list) and all(isinstance(name, str) for name in self.align)
         if not named or not self.align:
-            raise AdaptationError(
-                f"align names no tap: it is {brief(self.align)}, expected e.g. ('features', 'logits')"
-            )
+            raise AdaptationError(f"Expected align to name taps, e.g. ('features', 'logits'), got {brief(self.align)}.")
         if self.divergence is not None:
             check_known(self.divergence, DIVERGENCES, "divergence", AdaptationError)
 
@@ -73,10 +71,10 @@ class Alignment(Method):
     def make_stage(
         self, network: Network, name: str, epochs: Epochs, rate: float, parameters: tuple[str, ...]
     ) -> Stage:
-        """Return a stage of a number of epochs, or one that decides by itself when to end.
+        """Make a stage with a fixed number of epochs, or with `"auto"`, which decides when to stop.
 
-        The latter also searches for its learning rate, unless a rate is given, or published for this network or for
-        ResNets.
+        With `"auto"`, the stage also searches for its learning rate, unless a rate is given, or published for this
+        network or for ResNets.
         """
         if epochs != AUTO:
             return Stage(name, epochs, rate, parameters)
@@ -107,12 +105,13 @@ class Alignment(Method):
         return losses
 
     def rate(self, network: Network, profile: Profile | None) -> float:
-        """Return the learning rate that was given, or the default for such a network, scaled to the profile's preset.
+        """Return the given learning rate, or the default for the network, scaled to the profile's preset.
 
-        The default is the rate published for this network. Other networks of stages with BatchNorm get the rate
-        published for ResNets. The two remaining rates were measured on small networks (`benchmarks/default_rates.py`).
-        With one layer a block, it is the largest rate that restored nearly all networks, since small rates need many
-        steps. For stages without BatchNorm, where large steps do lasting harm, it is a rate that harmed none.
+        The default is the rate published for this network. Other staged networks with BatchNorm get the rate published
+        for ResNets. The two remaining defaults were measured on small networks (`benchmarks/default_rates.py`). If a
+        block is one layer, the default is the largest rate that restored nearly all networks, because small rates need
+        many steps. For stages without BatchNorm, where large steps do lasting harm, it is a rate that harmed no
+        network.
         """
         if self.learning_rate is not None:
             return self.learning_rate
@@ -125,16 +124,16 @@ class Alignment(Method):
 
 
 def _divergence(home: Histogram, values: Tensor, kind: str) -> Tensor:
-    """Return the mean divergence over units of a batch, which several processes may share, from the source."""
+    """Return the mean divergence over units of a batch from the source; processes may share the batch."""
     if not is_distributed():
         return home.divergence(values, kind)
     return home.mean_divergence(reduce_mean(home.count(values), len(values)), kind)
 
 
 def _loss_scale(chosen: Preset, profile: Profile) -> float:
-    """Return the factor from the mean of PSI, to which published rates belong, to the loss of the preset.
+    """Return the ratio of the preset's loss to the mean PSI, for which the learning rates were published.
 
-    The paper's sum of half-KLs is D ln(10) / 2 times larger.
+    The paper's sum of half-KLs is D ln(10) / 2 times as large.
     """
     if chosen.reduction == "mean":
         return 1.0
@@ -146,8 +145,8 @@ def _loss_scale(chosen: Preset, profile: Profile) -> float:
 class FR(Alignment):
     """Feature restoration: training of all blocks at once.
 
-    By default, `epochs="auto"`, the run ends when the loss no longer falls or the verification slices get worse, at the
-    latest after the published 150 epochs. Published rates: 1.0 for the CNN, 0.001 for ResNets.
+    By default (`epochs="auto"`), the run ends when the loss stops falling or the verification slices get worse, but
+    after at most the published 150 epochs. Published rates are 1.0 for the CNN and 0.001 for ResNets.
     """
 
     name: ClassVar[str] = "fr"

@@ -1,4 +1,4 @@
-"""FR-shares: Feature Restoration where the class shares of the target are free.
+"""FR-shares: Feature Restoration with free class shares at the target.
 
 Matching features to those of home assumes that classes are as frequent as there. Otherwise alignment moves samples into
 wrong classes. Here the target is matched to a mixture of the classes of home, whose shares are learnt beside the
@@ -46,12 +46,12 @@ Start = Literal["home", "batches", "inputs"]
 SMALLEST_SHARE = 1e-6
 BATCH = 256
 MAX_KEPT_VALUES = 1 << 28
-"""Input values that are kept in memory. Of more inputs, every second one is left out, then every second of these."""
+"""Largest number of input values kept in memory. With more, every second input is dropped, repeatedly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FRShares(Method):
-    """Alignment of features and logits with home for any class shares.
+    """Alignment of features and logits with home under free class shares.
 
     Scale and offset of all normalisation layers and the class shares are trained together by Adam, for `steps` batches
     from each start: with statistics of home, with those of the target, and behind inputs whose moments are matched to
@@ -204,7 +204,7 @@ def _find_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def _trainable(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Let parameters have gradients inside the block."""
+    """Enable gradients of the parameters inside the block."""
     before = [parameter.requires_grad for parameter in parameters]
     try:
         for parameter in parameters:
@@ -217,7 +217,7 @@ def _trainable(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _collect(batches: Iterable[Inputs]) -> Inputs:
-    """Return the inputs of all batches, or evenly thinned out if they are too many to keep."""
+    """Concatenate the inputs of all batches; thin them out evenly if there are too many to keep."""
     kept: list[Inputs] = []
     step, seen = 1, 0
     for batch in batches:
@@ -235,7 +235,7 @@ def _split(inputs: Inputs) -> Iterator[Inputs]:
 
 
 def _draw_batches(samples: int, number: int, rng: torch.Generator) -> Iterator[Tensor]:
-    """Yield the rows of batches, each sample once before any comes again."""
+    """Yield sample indices of batches; each sample is used once before any is used again."""
     size, rows = min(BATCH, samples), torch.empty(0, dtype=torch.long)
     for _ in range(number):
         if len(rows) < size:

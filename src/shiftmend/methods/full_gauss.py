@@ -1,4 +1,4 @@
-"""Full Gaussian: align mean and covariance of all features together (the paper's "Full Gauss.")."""
+"""Full Gaussian: align mean and covariance of the features jointly ("Full Gauss." in the paper)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from shiftmend.utils.checks import is_real
 
 @dataclass(frozen=True, kw_only=True)
 class FullGauss(Prediction):
-    """Alignment of a Gaussian over all features, with full covariance: KL(batch || source).
+    """Alignment of a Gaussian with full covariance over all features by KL(batch || source).
 
-    As in the reference implementation, a batch must hold more samples than there are features. Otherwise set
+    As in the reference implementation, a batch must have more samples than there are features. Otherwise, set
     `shrinkage` between 0 and 1, which shrinks the correlations of batch and source. The profile needs
     `gaussian="full"`. Learning rates above the published 0.001 diverge.
     """
@@ -33,7 +33,7 @@ class FullGauss(Prediction):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (is_real(self.shrinkage) and 0 <= self.shrinkage <= 1):
-            raise AdaptationError(f"the shrinkage must lie between 0 (none) and 1, got {self.shrinkage!r}")
+            raise AdaptationError(f"Expected the shrinkage to lie between 0 (none) and 1, got {self.shrinkage!r}.")
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         return [Stage("all blocks", self.epochs, self.rate(network), network.below_features)]
@@ -42,15 +42,15 @@ class FullGauss(Prediction):
         return ("features",)
 
     def smallest_batch(self, profile: Profile | None) -> int:
-        """Return 2: one input has no covariance. The loss says how many are enough."""
+        """Return 2, since one sample has no covariance; the loss checks whether there are enough."""
         return 2 if has_one_sample_per_input(("features",), profile) else 1
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:
         assert profile is not None
         if not isinstance(profile.gaussian, FullGaussian):
             raise AdaptationError(
-                "full-gauss needs the covariance of the source's features, which this profile does not hold; make it "
-                "with shiftmend.profile(..., gaussian='full')"
+                "Expected a profile with the covariance of the features, got one without. Make it with "
+                "shiftmend.profile(..., gaussian='full')."
             )
         usable = (profile.taps["features"].usable & (profile.gaussian.variance > 0)).nonzero()[:, 0]
         compare = Comparison.to_source(profile.gaussian.of_units(usable).to(device), self.shrinkage)

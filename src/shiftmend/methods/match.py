@@ -1,4 +1,4 @@
-"""Input matching: give the inputs of the target the mean, mean and deviation, or quantiles of inputs at the source."""
+"""Input matching: match mean, mean and standard deviation, or quantiles of the inputs to the source."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from shiftmend.stats.quantiles import LEVELS, MAX_UNITS, Quantiles, QuantileTrac
 from shiftmend.utils.tensor_tree import Inputs, TensorTree
 
 MIN_PER_SEGMENT = 8
-"""Values of the target between two knots of a curve, on average: of few values, only every other knot is used, or fewer
-still. What lies between two knots is then a straight line."""
+"""Smallest mean number of target values between two knots of a curve. With fewer values, only every second, fourth or
+eighth knot is used, with straight lines between them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatchMean(Method):
-    """A constant added to each channel or column of the inputs, so that their mean is the source's.
+    """A constant offset of each channel or column of the inputs that makes their mean equal to the source's.
 
-    Images and signals are matched by channel, tables and spectra by column, anything else as a whole. The inputs are
-    those that the model sees, behind `preprocess`. The model gets two buffers (`introspection/input_map.py`); its
-    weights stay as they are.
+    Images and signals are matched per channel, tables and spectra per column, other inputs as a whole. The inputs are
+    those that the model receives, after `preprocess`. The model gets two buffers (`introspection/input_map.py`); its
+    weights do not change.
     """
 
     name: ClassVar[str] = "match-mean"
@@ -44,7 +44,7 @@ class MatchMean(Method):
     reads_inputs: ClassVar[bool] = True
     maps_inputs: ClassVar[bool] = True
     scales: ClassVar[bool] = False
-    """Whether deviations are matched, too."""
+    """Whether standard deviations are matched as well."""
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         return [Stage("inputs", 1)]
@@ -69,7 +69,7 @@ class MatchMean(Method):
         home_mean, home_variance = home.mean.to(mean), home.variance.to(mean)
         scale = torch.ones_like(mean)
         if self.scales:
-            # A unit that is constant on one side has no scale, and is only shifted.
+            # A unit that is constant on either side has no scale and is only shifted.
             varies = (variance > 0) & (home_variance > 0)
             scale = torch.where(varies, (home_variance / variance.where(varies, scale)).sqrt(), scale)
         set_input_map(model, scale, home_mean - scale * mean)
@@ -77,7 +77,7 @@ class MatchMean(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class MatchMoments(MatchMean):
-    """A linear map of each channel or column of the inputs, so that mean and deviation are the source's.
+    """A linear map of each channel or column of the inputs that matches mean and standard deviation to the source.
 
     Channels and columns that are constant at the source or at the target are only shifted.
     """
@@ -88,11 +88,11 @@ class MatchMoments(MatchMean):
 
 @dataclass(frozen=True, kw_only=True)
 class MatchHistogram(Method):
-    """A rising curve for each channel or column of the inputs, so that their quantiles are the source's.
+    """A monotone curve for each channel or column of the inputs that matches their quantiles to the source.
 
-    Curves are piecewise linear, with a knot at each quantile of the target, and fewer knots for fewer than 264 values a
-    channel. Channels and columns that are constant at the source or at the target are only shifted. The model gets two
-    buffers (`introspection/input_map.py`); its weights stay as they are.
+    Curves are piecewise linear, with a knot at each quantile of the target, and fewer knots for fewer than 264 values
+    per channel. Channels and columns that are constant at the source or at the target are only shifted. The model gets
+    two buffers (`introspection/input_map.py`); its weights do not change.
     """
 
     name: ClassVar[str] = "match-histogram"
@@ -129,12 +129,12 @@ class MatchHistogram(Method):
 
 
 def find_curves(target: Tensor, home: Tensor, samples: int) -> tuple[Tensor, Tensor]:
-    """Find the curves from quantiles of the target to those of home.
+    """Find the curves that map quantiles of the target to those of home.
 
     Args:
         target: Quantiles `[D, LEVELS]` of the target.
         home: Quantiles `[D, LEVELS]` of home.
-        samples: Values of each unit that the target's quantiles were found from.
+        samples: Number of values per unit that the target's quantiles were computed from.
 
     Returns:
         Knots and shifts `[D, LEVELS]`, as `attach_input_curve` takes them.
@@ -147,7 +147,7 @@ def find_curves(target: Tensor, home: Tensor, samples: int) -> tuple[Tensor, Ten
     """
     step = next((step for step in (1, 2, 4, 8) if samples * step >= MIN_PER_SEGMENT * LEVELS), LEVELS // 2)
     knots, values = target[:, ::step].contiguous(), home[:, ::step].contiguous()
-    # Many inputs with one value, such as a black background, take the middle of what home has at their levels.
+    # Inputs with the same value, such as a black background, get the middle of home's values at their levels.
     first, last = (torch.searchsorted(knots, knots, right=right) for right in (False, True))
     both = first + last - 1
     tied = (values.gather(1, both // 2) + values.gather(1, (both + 1) // 2)) / 2
@@ -163,28 +163,26 @@ def find_curves(target: Tensor, home: Tensor, samples: int) -> tuple[Tensor, Ten
 
 def _one_tensor(inputs: Inputs, name: str) -> Tensor:
     if isinstance(inputs, TensorTree):
-        raise AdaptationError(f"{name} expected inputs of one tensor, got {len(inputs.names)}; try another method")
+        raise AdaptationError(f"Expected inputs of one tensor for {name}, got {len(inputs.names)}. Try another method.")
     return inputs
 
 
 def _check_units(sample: Tensor, units: int, name: str) -> tuple[int, ...]:
-    """Return the shape of one number a channel or column, or refuse inputs that cannot be matched."""
+    """Return the shape with one number per channel or column; refuse inputs that cannot be matched."""
     if not sample.is_floating_point():
         kind = str(sample.dtype).removeprefix("torch.")
-        raise AdaptationError(
-            f"{name} expected inputs that are floating-point numbers, got {kind}; convert them in preprocess"
-        )
+        raise AdaptationError(f"Expected floating-point inputs for {name}, got {kind}. Convert them in preprocess.")
     shape = unit_shape(sample)
     if shape[0] != units:
         raise AdaptationError(
-            f"{name} expected inputs of {units} channels or columns as at the source, got "
-            f"{shape[0]}; look at the shape of the inputs"
+            f"Expected inputs of {units} channels or columns for {name}, as at the source, got {shape[0]}. Check the "
+            "shape of the inputs."
         )
     return shape
 
 
 def _not_finite(name: str) -> AdaptationError:
-    return AdaptationError(f"{name} expected finite inputs with one number of channels or columns; look at preprocess")
+    return AdaptationError(f"Expected finite inputs of one shape for {name}, got others. Check preprocess.")
 
 
 def _find_quantiles(profile: Profile | None, sample: Tensor) -> Quantiles:
@@ -193,11 +191,11 @@ def _find_quantiles(profile: Profile | None, sample: Tensor) -> Quantiles:
     if not isinstance(found, Quantiles):
         if sample.ndim > 1 and unit_shape(sample)[0] > MAX_UNITS:
             raise AdaptationError(
-                f"match-histogram expected at most {MAX_UNITS:,} columns, got {unit_shape(sample)[0]:,}; "
-                "try match-moments, which takes more"
+                f"Expected at most {MAX_UNITS:,} columns for match-histogram, got {unit_shape(sample)[0]:,}. Try "
+                "match-moments."
             )
         raise AdaptationError(
-            "expected a profile with quantiles of the inputs, got one without; profile the source again to match them"
+            "Expected a profile with quantiles of the inputs, got one without. Profile the source again."
         )
     return found
 
@@ -207,6 +205,6 @@ def _find_moments(profile: Profile | None) -> Moments:
     found = None if profile is None else profile.statistics.get("inputs")
     if not isinstance(found, Moments):
         raise AdaptationError(
-            "expected a profile with moments of the inputs, got one without; profile the source again to match inputs"
+            "Expected a profile with moments of the inputs, got one without. Profile the source again."
         )
     return found

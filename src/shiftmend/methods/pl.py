@@ -1,4 +1,4 @@
-"""PL, pseudo-labelling (Lee, 2013): believe the model's own predictions."""
+"""PL, pseudo-labelling (Lee, 2013): train on the model's own predictions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shiftmend.profiles.profile import Profile
 
 @dataclass(frozen=True, kw_only=True)
 class PL(Prediction):
-    """Pseudo-labelling: cross-entropy to the argmax of the same batch's predictions, without threshold or memory.
+    """Pseudo-labelling: cross-entropy with the argmax of the same batch's predictions, without a threshold.
 
-    As in the reference implementation, all parameters are trained. Unlike in the other methods, so is the classifier.
+    As in the reference implementation, all parameters are trained, including the classifier, unlike in other methods.
     """
 
     name: ClassVar[str] = "pl"

@@ -1,4 +1,4 @@
-"""Base of the methods that look at predictions alone: entropies and information maximisation."""
+"""Base class of methods that use predictions only: entropies and information maximisation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shiftmend.errors import AdaptationError
 from shiftmend.profiles.profile import Profile
 
 EPSILON = 1e-5
-"""Added to every probability inside a logarithm, as the reference implementation does."""
+"""Added to every probability inside a logarithm, as in the reference implementation."""
 
 
 def entropy(probabilities: Tensor) -> Tensor:
@@ -22,9 +22,9 @@ def entropy(probabilities: Tensor) -> Tensor:
 
 
 def information_maximisation(logits: Tensor) -> Tensor:
-    """Return the mean entropy of single predictions less the entropy of their mean.
+    """Return the mean entropy of the predictions minus the entropy of their mean.
 
-    Minimising it makes each prediction certain and uses all classes.
+    Minimising this loss makes each prediction confident while using all classes.
     """
     probabilities = torch.softmax(logits.float(), dim=1)
     return entropy(probabilities).mean() - entropy(probabilities.mean(0))
@@ -50,12 +50,14 @@ class Prediction(Method):
         return ("logits",)
 
     def rate(self, network: Network) -> float:
-        """Return the learning rate: that of the method, else the one published for the network, else the default."""
+        """Return the learning rate: the given one, else the one published for the network, else 0.001."""
         return self.learning_rate or network.published(self.name) or self.default_rate
 
     def logits(self, activations: Activations) -> Tensor:
-        """Return the class logits of the batch; raise if the model has a single output, and so no classes."""
+        """Return the class logits of the batch; raise if the model has a single output instead of classes."""
         logits = activations["logits"]
         if logits.shape[1] < 2:
-            raise AdaptationError(f"{self.name} needs class logits, but the model has one output; use fr or bufr")
+            raise AdaptationError(
+                f"Expected a classifier for {self.name}, got a model with one output. Use fr or bufr."
+            )
         return logits

@@ -16,11 +16,11 @@ from shiftmend.profiles.profile import Profile
 
 
 def centroid_labels(embedding: Tensor, logits: Tensor) -> Tensor:
-    """Return the class of the nearest centroid for each of N samples, by cosine, refined once.
+    """Return the class of the nearest centroid for each of N samples, by cosine distance, refined once.
 
-    Embeddings `[N, D]` get a constant 1 appended and unit length. Centroids are first means weighted by the predicted
-    probabilities, then means of the samples assigned to them. Classes that are predicted for no sample are left out,
-    and so is one that loses all its samples on the way.
+    Embeddings `[N, D]` get a constant 1 appended and are normalised to unit length. Centroids are first means weighted
+    by the predicted probabilities, then means of the samples assigned to them. Classes that are predicted for no
+    sample, or lose all their samples on the way, are left out.
     """
     probabilities = torch.softmax(logits.float(), dim=1)
     points = functional.normalize(functional.pad(embedding.float(), (0, 1), value=1.0), dim=1)
@@ -41,13 +41,14 @@ def _nearest(points: Tensor, weights: Tensor, allowed: Tensor) -> Tensor:
 class SHOT(Prediction):
     """Information maximisation plus `weight` times the cross-entropy to centroid pseudo-labels.
 
-    Pseudo-labels are computed before each epoch, in eval mode, and each batch gets those of its own samples (the
+    Pseudo-labels are computed before each epoch in eval mode, and each batch uses those of its own samples (the
     reference implementation mixes up those of MNIST). Everything except the head is trained, including the BatchNorm
     before it.
 
-    As in the reference implementation, the rate is constant, without Nesterov momentum or weight decay, and the weight
-    is 0.1. The original SHOT uses 0.1 for digits and 0.3 for photographs, and a decaying rate. It also expects a source
-    model trained with label smoothing 0.1 and a weight-normalised head; here any model will do.
+    As in the reference implementation, the learning rate is constant, without Nesterov momentum or weight decay, and
+    the weight is 0.1. The original SHOT uses 0.1 for digits and 0.3 for photographs, and a decaying rate. It also
+    requires a source model that was trained with label smoothing 0.1 and a weight-normalised head; here any model
+    works.
     """
 
     name: ClassVar[str] = "shot"
@@ -67,8 +68,8 @@ class SHOT(Prediction):
         seen = read({"embedding": network.embedding, "logits": network.taps["logits"]})
         if len(seen["embedding"]) != len(seen["logits"]):
             raise AdaptationError(
-                f"shot needs one embedding and one prediction a sample, but {network.embedding!s} gives "
-                f"{len(seen['embedding'])} for {len(seen['logits'])}; name another module in `shiftmend_embedding`"
+                f"Expected one embedding a prediction, got {len(seen['embedding'])} from {network.embedding} for "
+                f"{len(seen['logits'])}. Name another module in `shiftmend_embedding`."
             )
         return centroid_labels(seen["embedding"], self.logits(seen))
 

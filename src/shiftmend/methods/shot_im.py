@@ -15,10 +15,10 @@ from shiftmend.profiles.profile import Profile
 
 @dataclass(frozen=True, kw_only=True)
 class SHOTIM(Prediction):
-    """Certain predictions that use all classes, by training everything below the classifier.
+    """Information maximisation: confident predictions that use all classes, with a fixed classifier.
 
-    As in the reference implementation: both terms with weight 1, a constant learning rate, no weight decay, no label
-    smoothing at the source.
+    As in the reference implementation: both terms with weight 1, a constant learning rate, no weight decay, and no
+    label smoothing at the source.
     """
 
     name: ClassVar[str] = "shot-im"
@@ -28,7 +28,7 @@ class SHOTIM(Prediction):
         return [Stage("all blocks", self.epochs, self.rate(network), network.below_features)]
 
     def smallest_batch(self, profile: Profile | None) -> int:
-        """Return 2: for a single prediction both terms are the same, and nothing is left to learn from."""
+        """Return 2, since for a single prediction both terms cancel."""
         return 2 if has_one_sample_per_input(("logits",), profile) else 1
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:

@@ -1,4 +1,4 @@
-"""Source-only: the model as it came, to compare with."""
+"""Source-only: the untouched model, as a baseline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Target-supervised: training with labels of the new site. An upper bound to compare with, not an adaptation."""
+"""Target-supervised: training with labels of the target. An upper bound for comparison, not an adaptation."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from shiftmend.profiles.profile import Profile
 
 
 def _class_numbers(given: Any) -> Tensor:
-    """Return a copy of labels as whole numbers on the CPU."""
+    """Convert labels to a new int64 tensor on the CPU."""
     try:
         labels = given.detach().cpu().clone() if isinstance(given, Tensor) else torch.from_numpy(np.array(given))
     except (TypeError, ValueError) as error:
         kind = f"an array of {given.dtype}" if isinstance(given, np.ndarray) else f"a {type(given).__name__}"
-        raise AdaptationError(f"labels must be one class number a sample, got {kind}") from error
+        raise AdaptationError(f"Expected labels to be one class number a sample, got {kind}.") from error
     if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex() or len(labels) == 0:
         kind = str(labels.dtype).removeprefix("torch.")
-        raise AdaptationError(f"labels must be one class number a sample, got {kind} {list(labels.shape)}")
+        raise AdaptationError(f"Expected labels to be one class number a sample, got {kind} {list(labels.shape)}.")
     labels = labels.long()
     if bool((labels < 0).any()):
-        raise AdaptationError(f"labels must be class numbers from 0, got {int(labels.min())}")
+        raise AdaptationError(f"Expected labels to be class numbers from 0, got {int(labels.min())}.")
     return labels
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TargetSupervised(Prediction):
-    """Supervised training of all parameters on labelled target data, with dropout on: an upper bound for other methods.
+    """Supervised training of all parameters on labelled target data, with dropout: an upper bound for other methods.
 
-    This is the only method that takes labels: one for each sample, in the order of the data. Benchmarks train it on 80
-    % of the target and score it on another 10 %.
+    This is the only method that takes labels: one per sample, in the order of the data. Benchmarks train it on 80 % of
+    the target and score it on another 10 %.
     """
 
     name: ClassVar[str] = "target-supervised"
@@ -68,17 +68,20 @@ class TargetSupervised(Prediction):
         def losses(activations: Activations) -> dict[str, Tensor]:
             logits = self.logits(activations).float()
             if highest >= logits.shape[1]:
-                raise AdaptationError(f"there is a label {highest}, but the model knows {logits.shape[1]} classes")
+                raise AdaptationError(
+                    f"Expected labels below {logits.shape[1]}, the number of classes of the model, got {highest}. "
+                    "Check the numbering of the classes."
+                )
             if len(logits) != len(activations["targets"]):
                 raise AdaptationError(
-                    f"target-supervised needs one answer a sample; this model gives {len(logits)} for "
-                    f"{len(activations['targets'])}. Try fr or bufr, or your own training loop."
+                    f"Expected one prediction a sample, got {len(logits)} for {len(activations['targets'])}. Try fr or "
+                    "bufr, or your own training loop."
                 )
             return {"labels": functional.cross_entropy(logits, activations["targets"])}
 
         return losses
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return the hyper-parameters for a manifest; labels are identified by their digest."""
+        """Return the hyper-parameters for a manifest, with a digest in place of the labels."""
         own = {"epochs": self.epochs, "learning_rate": self.learning_rate, "weight_decay": self.weight_decay}
         return own | {"momentum": self.momentum, "labels_sha256": fingerprints.digest(self.labels)}

@@ -17,9 +17,9 @@ from shiftmend.profiles.profile import Profile
 
 @dataclass(frozen=True, kw_only=True)
 class TENT(Prediction):
-    """Mean entropy of the batch's predictions; trains the affine parameters of every BatchNorm and nothing else.
+    """Minimisation of the mean entropy of predictions, by the affine parameters of BatchNorm only.
 
-    As in the reference implementation with momentum SGD; the original offers Adam as well.
+    Uses momentum SGD as in the reference implementation; the original offers Adam as well.
     """
 
     name: ClassVar[str] = "tent"
@@ -29,7 +29,9 @@ class TENT(Prediction):
         norms = {name for name, module in network.model.named_modules() if isinstance(module, _BatchNorm)}
         affine = tuple(name for name, _ in network.model.named_parameters() if name.rpartition(".")[0] in norms)
         if not affine:
-            raise AdaptationError("tent trains BatchNorm's scale and shift, and this model has none; use fr or bufr")
+            raise AdaptationError(
+                "Expected a model with scale and shift of BatchNorm for tent to train, got one without. Use fr or bufr."
+            )
         return [Stage("batch norm", self.epochs, self.rate(network), affine)]
 
     def objective(self, profile: Profile | None, device: torch.device) -> Objective:

@@ -1,7 +1,7 @@
-"""The one evaluation loop: a model in eval mode over batches of data, shown to observers.
+"""The one evaluation loop: a model in eval mode over batches of data, seen by observers.
 
-Everything that looks at a model without training it goes through `run_pass`: profiles, verdicts, scores, signals,
-reports and figures. An observer says what it wants to see (taps) and keeps what it needs of each batch.
+Everything that examines a model without training it uses `run_pass`: profiles, verdicts, scores, signals, reports and
+figures. An observer names the taps that it needs, and keeps what it needs of each batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shiftmend.utils.rng import reseed
 from shiftmend.utils.tensor_tree import Inputs, describe_samples
 
 MAX_CAPTURED_VALUES = 1 << 14
-"""Values of one sample, above which a pass is not captured: a graph keeps its memory, and large samples gain little."""
+"""Largest number of values per sample at which a pass is captured; a graph holds memory."""
 
 T = TypeVar("T")
 R = TypeVar("R", covariant=True)
@@ -34,11 +34,11 @@ R = TypeVar("R", covariant=True)
 
 @dataclass(frozen=True)
 class Observation:
-    """One batch as an observer sees it.
+    """One batch as observers see it.
 
     Attributes:
         inputs: The batch, preprocessed and on the device.
-        output: Whatever the model returned for the batch.
+        output: Output of the model for the batch.
         activations: Activations `[samples, units]` by tap.
         labels: Labels of the batch, if the pass is over labelled data.
     """
@@ -50,7 +50,7 @@ class Observation:
 
 
 class Observer(Protocol[R]):
-    """Keeps what it needs of each batch, and sums it up at the end of the pass."""
+    """Interface of objects that collect information from each batch, and summarise it after the pass."""
 
     def update(self, seen: Observation) -> None: ...
 
@@ -59,7 +59,7 @@ class Observer(Protocol[R]):
 
 @contextmanager
 def say_in_batch(number: int, inputs: Inputs) -> Iterator[None]:
-    """Add to an error in which batch it was raised."""
+    """Add the number of the batch to an error that is raised inside the block."""
     try:
         yield
     except BaseException as error:
@@ -81,10 +81,10 @@ def run_pass(
     Args:
         model: The model. Its train and eval modes are restored afterwards.
         batches: Pairs of inputs and labels (or None).
-        update: Called with an `Observation` after each batch.
+        update: Function that is called with an `Observation` after each batch.
         taps: Taps whose activations the observer needs.
         precision: A context manager for the forward pass, such as autocast.
-        enter_modes: Puts the model into the modes of the pass; eval mode, unless BatchNorm is to see the batches.
+        enter_modes: Function that sets the train and eval modes of the model; eval mode by default.
     """
     reseed(0)
     with torch.no_grad(), preserve_modes(model), ExitStack() as stack:
@@ -107,18 +107,18 @@ def worth_capturing(inputs: Inputs) -> bool:
 
 
 class RepeatedPass(Generic[T]):
-    """The same pass over one feed, again and again; on CUDA, where samples are small, captured as a graph.
+    """The same pass over one feed, repeated; on CUDA with small samples, captured as a graph.
 
-    A captured pass follows weights that change in place, as training changes them. Each call writes into the tensors
-    that the call before has returned.
+    A captured pass uses weights that are changed in place, as training does. Each call overwrites the tensors that the
+    previous call returned.
 
     Args:
         model: The model to look at.
         feed: The data.
-        make_observer: Returns a fresh observer for each pass. Its result must hold tensors, not numbers, if the pass
-            is to be captured.
+        make_observer: Function that returns a new observer for each pass. For a captured pass, its result must hold
+            tensors instead of numbers.
         taps: Taps whose activations the observer needs.
-        limit: At most so many samples, the same ones in each pass; None takes all.
+        limit: Largest number of samples, the same ones in each pass; None for all.
         labelled: Whether the observer needs labels.
         shared: Whether the processes of a group share the batches of a pass.
         capture: Whether the pass may be captured.
@@ -142,7 +142,7 @@ class RepeatedPass(Generic[T]):
         self.make_observer, self.limit, self.labelled, self.shared = make_observer, limit, labelled, shared
         self._may_capture = capture and feed.inputs is not None and worth_capturing(feed.inputs)
         self._replay: Callable[[], T] | None = None
-        self._parts: list[Tensor] = []  # The graph reads these indices, so they are kept as long as the graph is.
+        self._parts: list[Tensor] = []  # The graph reads these indices, so they live as long as the graph.
 
     def __call__(self) -> T:
         with ExitStack() as stack:
@@ -158,7 +158,7 @@ class RepeatedPass(Generic[T]):
             return self._replay()
 
     def forget(self) -> None:
-        """Drop the captured graph: the model has changed otherwise than in the values of its tensors."""
+        """Drop the captured graph, because more than the values of the model's tensors has changed."""
         self._replay = None
 
     def _run(self, batches: Iterable[tuple[Inputs, Tensor | None]]) -> T:
@@ -175,7 +175,7 @@ class RepeatedPass(Generic[T]):
         return without_labels(self.feed.subset(self.limit, 0, self.feed.inference_batch_size))
 
     def _captured_batches(self) -> Iterable[tuple[Inputs, Tensor | None]]:
-        """Return the batches that a graph can read again: indices of a limited pass stay where they are."""
+        """Return the batches that a graph can read again; indices of a limited pass stay in place."""
         feed, inputs = self.feed, self.feed.inputs
         if self.labelled or self.limit is None or inputs is None:
             return self._batches()
@@ -184,7 +184,7 @@ class RepeatedPass(Generic[T]):
 
 
 class Activations:
-    """An observer that keeps what the taps gave for every sample, in the order of the samples."""
+    """An observer that keeps the activations of all samples, in order."""
 
     def __init__(self, taps: Mapping[str, Tap]) -> None:
         self._seen: dict[str, list[Tensor]] = {name: [] for name in taps}
@@ -198,7 +198,7 @@ class Activations:
 
 
 class ActivationReader:
-    """A reader of activations at any taps. It keeps the pass of the last taps, so that the pass can be captured."""
+    """A reader of activations. It keeps the pass of the last taps, so that the pass can be captured."""
 
     def __init__(self, model: nn.Module, feed: Feed, precision: Precision = nullcontext, capture: bool = False) -> None:
         self.model, self.feed, self.precision, self.capture = model, feed, precision, capture

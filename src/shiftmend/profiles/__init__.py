@@ -1,1 +1,1 @@
-"""Profiles: collect one at home, store it in a file, read it back."""
+"""Profiles: collect one at home, save it to a file, and load it at a site."""

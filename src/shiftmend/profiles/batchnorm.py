@@ -1,4 +1,4 @@
-"""Stale BatchNorm: running statistics that are not those of the source, and how to estimate them anew."""
+"""Stale BatchNorm: detect running statistics that differ from the source data, and estimate them anew."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
 
 MAX_COMPARED = 2048
-"""Samples that show whether running statistics are those of the source."""
+"""Largest number of samples for the test whether running statistics match the source."""
 
 MIN_COMPARED_BATCH = 32
-"""Smallest batch that shows it: the statistics of fewer samples are noise."""
+"""Smallest batch for that test, because the statistics of fewer samples are too noisy."""
 
 STALE_DIVERGENCE, STALE_PER_SAMPLE = 0.07, 14.0
-"""Slices and marginals that both exceed 0.07 + 14 / samples are stale. Of small networks on MNIST, those that
-refreshing helps by less than 4 points of accuracy stay below: 0.07 with 2,000 samples, 0.2 with 100, 0.43 with 32.
-Training with a large rate up to its end, or with a momentum of 0.01, goes beyond: refreshing gained 8 points and more.
+"""Running statistics are stale if the divergences of slices and marginals both exceed 0.07 + 14 / samples. For small
+networks on MNIST, models that gained less than 4 points of accuracy by refreshing stayed below: 0.07 with 2,000
+samples, 0.2 with 100, 0.43 with 32. Models trained with a large rate up to the end, or with a momentum of 0.01,
+exceeded the limit and gained 8 points or more.
 """
 
 
@@ -50,16 +51,16 @@ def find_tracking(model: nn.Module) -> list[_BatchNorm]:
 
 @contextmanager
 def average_from_scratch(model: nn.Module) -> Iterator[None]:
-    """Reset all running statistics, and average those of every batch inside the block with equal weights.
+    """Reset all running statistics; inside the block, average the statistics of all batches with equal weights.
 
-    Batch variances are averaged, which leaves out the variance between batch means.
+    Batch variances are averaged, so the variance between batch means is not included.
     """
     tracking = find_tracking(model)
     before = [norm.momentum for norm in tracking]
     try:
         for norm in tracking:
             norm.reset_running_stats()
-            norm.momentum = None  # A cumulative average instead of an exponential one.
+            norm.momentum = None  # None makes torch use a cumulative average instead of an exponential one.
         yield
     finally:
         for norm, momentum in zip(tracking, before, strict=True):
@@ -67,13 +68,13 @@ def average_from_scratch(model: nn.Module) -> Iterator[None]:
 
 
 def estimate_statistics(model: nn.Module, batches: Iterable[Inputs]) -> None:
-    """Replace the running statistics of a model by those of batches, in place; dropout is off."""
+    """Replace the running statistics of a model by those of batches, in place and without dropout."""
     with force_eager(model), average_from_scratch(model):
         run_pass(model, without_labels(batches), lambda seen: None, enter_modes=_enter_tracking)
 
 
 def _enter_tracking(model: nn.Module) -> None:
-    """Let BatchNorm track the statistics of batches, and put everything else into eval mode."""
+    """Put BatchNorm layers into train mode and everything else into eval mode."""
     enter_eval(model)
     for norm in find_tracking(model):
         norm.train()
@@ -89,27 +90,27 @@ def refresh_batchnorm(
     device: str | torch.device = "auto",
     progress: Progress = None,
 ) -> nn.Module:
-    """Return a copy of a model whose BatchNorm statistics are estimated anew on the source data.
+    """Return a copy of a model with BatchNorm statistics estimated anew on the source data.
 
-    Running statistics can be stale: training ended with another learning rate, data or batch size than they average
-    over. Such a model has other features in eval mode than BatchNorm gives at a site that is adapted to, so refresh it
-    before it is profiled, and use the refreshed model from then on.
+    Running statistics can be stale, e.g. if the learning rate, the data or the batch size changed at the end of
+    training. The features of such a model in eval mode differ from those that BatchNorm produces at a site while
+    adapting. So refresh the model before it is profiled, and use the refreshed model from then on.
 
-    In a process group every process calls this with the same model and the same data and gets the same result.
+    In a process group, every process calls this function with the same model and data, and gets the same result.
 
     Args:
         model: Any `nn.Module`. It is not changed.
-        source: A tensor, an array, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
-        batch_size: Samples in a batch; at least 2.
-        preprocess: Called with each batch on the device, before the model.
-        device: Where to compute.
-        progress: True shows a progress bar, False does not, None does so on a terminal.
+        source: A tensor, an array, a `Dataset` or a `DataLoader`, of inputs or (inputs, ...).
+        batch_size: Number of samples per batch; at least 2.
+        preprocess: Function applied to each batch of inputs on the device, before the model.
+        device: Device to compute on.
+        progress: Whether to show a progress bar; None shows one on a terminal only.
 
     Returns:
-        The copy, on the device and in the modes of the given model.
+        The copy, on the device and in the train and eval modes of the given model.
 
     Raises:
-        ProfileError: If the model has no BatchNorm with running statistics, or batches are single samples.
+        ProfileError: If the model has no BatchNorm with running statistics, or if batches are single samples.
         ShiftmendError: If the model or the data cannot be used.
 
     Example:
@@ -123,11 +124,11 @@ def refresh_batchnorm(
     warn_without_process_group()
     model = unwrap(model)
     if not find_tracking(model):
-        raise ProfileError("expected a model with running statistics of BatchNorm, got one without; use it as it is")
+        raise ProfileError("Expected a model with running statistics of BatchNorm, got one without. Use it as it is.")
     place, home = resolve_device(device, model), device_of(model)
     feed = Feed(source, batch_size=batch_size, device=place, preprocess=preprocess, what="source data")
     if (feed.epoch_batch_size or 2) < 2:
-        raise ProfileError("expected batches of at least 2 samples for BatchNorm, got 1; use larger batches")
+        raise ProfileError("Expected batches of at least 2 samples for BatchNorm, got 1. Use larger batches.")
     if feed.never_shuffles:
         logger.warning("The source data comes in a fixed order. If it is sorted, batches are biased. Try shuffle=True.")
     refreshed = copy_model(model).to(place)
@@ -144,11 +145,11 @@ def refresh_batchnorm(
 
 
 def warn_if_stale(model: nn.Module, feed: Feed, profile: Profile) -> None:
-    """Log a warning if running statistics are clearly not those of the source data; see `measure_staleness`."""
+    """Log a warning if running statistics clearly differ from the source data; see `measure_staleness`."""
     try:
         found = measure_staleness(model, feed, profile)
     except (RuntimeError, ValueError) as error:
-        # The model runs in eval mode, and not with batch statistics: `SyncBatchNorm` on a CPU does so.
+        # Some models run in eval mode but not with batch statistics, e.g. `SyncBatchNorm` on a CPU.
         logger.info("running statistics of BatchNorm could not be compared with those of the data (%s)", error)
         return
     if found is None:
@@ -174,9 +175,8 @@ def measure_staleness(model: nn.Module, feed: Feed, profile: Profile) -> dict[st
         profile: The profile of the model with its own running statistics.
 
     Returns:
-        The divergences `slices` and `marginals` from the profile, and the number of `samples` behind the statistics.
-        None where batches do not show them: without running statistics, with small batches, or with batches in an
-        order that may be sorted.
+        The divergences `slices` and `marginals` from the profile, and the number of `samples` of the statistics. None
+        if batches cannot show them: without running statistics, with small batches, or with data that may be sorted.
     """
     tracking, size = find_tracking(model), feed.epoch_batch_size or 0
     writable = all(norm.running_mean is not None and is_writable(norm.running_mean) for norm in tracking)

@@ -1,4 +1,4 @@
-"""Collect a profile at the source site: passes over the data that find ranges, then count what lies in them."""
+"""Collecting a profile at the source: passes over the data that find ranges and then count histograms."""
 
 from __future__ import annotations
 
@@ -64,11 +64,12 @@ Gaussian = Literal["marginal", "full"]
 
 
 LEAST_SAMPLES = 10
-"""Fewest samples of a profile. Fewer would nearly be revealed by it: the mean of one sample is that sample."""
+"""Smallest number of samples of a profile. With fewer, the profile would almost reveal them: the mean of one sample is
+that sample."""
 
 
 MOST_CORRELATED = 4096
-"""Features whose covariance is stored at most: 32 MiB."""
+"""Largest number of features whose covariance is stored: 32 MiB."""
 
 
 @torch.inference_mode(False)
@@ -91,22 +92,23 @@ def profile(
     keep_bytes: int = KEEP_BYTES,
     progress: Progress = None,
 ) -> Profile:
-    """Collect the profile of a model: how its features and logits are distributed over the source inputs.
+    """Collect the profile of a model: the distributions of its features and logits over the source inputs.
 
-    The model runs in eval mode and gets its own modes back. If BatchNorm's running statistics are clearly others than
-    those of the source data, a warning says so; see `shiftmend.refresh_batchnorm`.
+    The model runs in eval mode, and its train and eval modes are restored. A warning is logged if BatchNorm's running
+    statistics clearly differ from those of the source data; see `shiftmend.refresh_batchnorm`.
 
-    In a process group every process calls this with the same model and the same data and gets the same profile; each
-    runs its share of every batch.
+    In a process group, every process calls `profile` with the same model and data, and gets the same profile; each runs
+    its part of every batch.
 
     Args:
-        model: Any `nn.Module`. Inputs in a dict are passed by name, and those in a tuple in order.
+        model: Any `nn.Module`. Inputs in a dict are passed by name, those in a tuple in order.
         source: A tensor, an array, a data frame, a dict of arrays, a `Dataset` or a `DataLoader`, of inputs or of
-            (inputs, anything). The names of a data frame's columns are remembered.
+            (inputs, ...). The column names of a data frame are stored.
         preset: Bins and loss: `"reference"` (the default), `"paper"` or `"sliced"`.
-        bins: Bins of your own. By default those of the preset, softer (temperature 0.05) without BatchNorm.
-        head: Name of the module that classifies, if it is not found by itself.
-        taps: Further taps by name, e.g. `{"early": "layer1"}`.
+        bins: Bins to use instead of the preset's. The default bins are softer (temperature 0.05) for models without
+            BatchNorm.
+        head: Name of the module that classifies, if it cannot be found automatically.
+        taps: Additional taps by name, e.g. `{"early": "layer1"}`.
         output: Entry of a tuple or dict that is the model's output.
         gaussian: `"full"` also stores the covariance of the features, four bytes a pair, for the method `full-gauss`.
         like: Another profile, or its file, whose ranges and slices are used. Both profiles can then be merged.
@@ -121,7 +123,7 @@ def profile(
         progress: True shows a progress bar, False does not, None does so on a terminal.
 
     Returns:
-        The profile; `profile.save(path)` writes its one small file.
+        The profile; `profile.save(path)` writes it to one small file.
 
     Raises:
         ProfileError: If features are constant, not finite or too many.
@@ -138,7 +140,10 @@ def profile(
     model = unwrap(model)
     place = resolve_device(device, model)
     if like is not None and any(part is not None for part in (preset, bins, taps, head, gaussian)):
-        raise ProfileError("like= brings preset, bins, taps and kind of Gaussian with it; leave them out beside it")
+        raise ProfileError(
+            "Expected neither preset, bins, taps, head nor gaussian beside like=, which brings them, got some. Leave "
+            "them out."
+        )
     like = None if like is None else as_profile(like, "what like= names")
     if like is not None:
         like.check_architecture(model)
@@ -147,14 +152,14 @@ def profile(
     if gaussian is not None:
         check_known(gaussian, get_args(Gaussian), "kind of Gaussian", ProfileError)
     if not is_whole(keep_bytes):
-        raise ProfileError(f"keep_bytes must be a whole number of bytes, got {brief(keep_bytes)}")
+        raise ProfileError(f"Expected keep_bytes to be a whole number of bytes, got {brief(keep_bytes)}.")
     full = isinstance(like.gaussian, FullGaussian) if like else gaussian == "full"
     chosen = find_preset(like.preset if like else "reference" if preset is None else preset)
     usual = chosen.bins if find_batch_norms(model) else chosen.bins.with_temperature(SOFT_TEMPERATURE)
     cut = like.bins if like else check_bins(bins, usual)
     columns = like.inputs.columns if like else ()
     feed = Feed(source, batch_size=batch_size, device=place, preprocess=preprocess, columns=columns, what="source data")
-    weights = fingerprints.weights(model)  # Some models change their buffers whenever they run.
+    weights = fingerprints.weights(model)  # First, since some models change their buffers when they run.
     with (
         on_device(model, place),
         preserve_modes(model),
@@ -248,7 +253,7 @@ def _collect_privately(
 
 @dataclass(frozen=True)
 class _Frame:
-    """Ranges, standardisation and directions, fixed before anything is counted; on the CPU but for ranges."""
+    """Ranges, standardisation and slice directions, fixed before counting; all but the ranges are on the CPU."""
 
     ranges: dict[str, tuple[Tensor, Tensor]]
     mean: Tensor
@@ -258,7 +263,7 @@ class _Frame:
 
 
 def _frame(trackers: Mapping[str, RangeTracker], chosen: Preset, like: Profile | None) -> _Frame:
-    """Take the frame of another profile, or make one from the ranges of the first pass."""
+    """Take the ranges and directions of another profile, or make them from the first pass."""
     if like is not None:
         return _Frame(
             {name: (tap.low, tap.high) for name, tap in like.taps.items()},
@@ -294,7 +299,7 @@ def _number_slices(chosen: Preset, features: int) -> dict[str, int]:
 
 
 class _Passes:
-    """Passes over the source; the network runs once only if the activations at the taps can be kept."""
+    """Passes over the source; the network runs only once if the activations at the taps can be kept."""
 
     def __init__(self, model: nn.Module, feed: Feed, specs: Mapping[str, Tap], keep_bytes: int, bar: Bar) -> None:
         self.model, self.feed, self.specs, self.bar = model, feed, specs, bar
@@ -304,7 +309,7 @@ class _Passes:
         self._kept: list[Samples] | None = None
 
     def run(self, update: Callable[[Samples], None]) -> None:
-        """Call `update` with the activations `[samples, units]` by tap of every batch."""
+        """Call `update` with the activations `[samples, units]` of every batch, by tap."""
         if self._kept is not None:
             for samples in self._kept:
                 update(samples)
@@ -320,7 +325,7 @@ class _Passes:
             samples = seen.activations
             used += sum(value.numel() * value.element_size() for value in samples.values())
             inputs += len(seen.inputs)
-            if max(used, used / inputs * own) > self.keep_bytes:  # Known from the first batch, if the size is known.
+            if max(used, used / inputs * own) > self.keep_bytes:  # The first batch shows it, if the size is known.
                 kept = None
             if kept is not None:
                 kept.append(samples)
@@ -337,7 +342,7 @@ class _Passes:
 
 
 def _ranges(passes: _Passes, specs: Mapping[str, Tap], like: Profile | None) -> dict[str, RangeTracker]:
-    """Run the first pass: find ranges. With those of another profile samples need not vary, as of a rare class."""
+    """Run the first pass, which finds ranges. With `like`, units may be constant, e.g. for a rare class."""
     trackers = {name: RangeTracker() for name in specs}
 
     def track(samples: Samples) -> None:
@@ -348,18 +353,17 @@ def _ranges(passes: _Passes, specs: Mapping[str, Tap], like: Profile | None) -> 
     trackers = {name: tracker.reduce_over_processes() for name, tracker in trackers.items()}
     for name, tracker in trackers.items():
         finite = torch.isfinite(tracker.low) & torch.isfinite(tracker.high)
-        if name == "features":  # their variance is stored
+        if name == "features":  # The variance of the values is stored in float32.
             finite &= torch.isfinite(tracker.gaussian().variance).to(finite.device)
         if not bool(finite.all()):
             raise ProfileError(
-                f"Tap {name!r} gave values that are NaN, infinite or beyond 1e19 in {int((~finite).sum())} units. "
-                "Check the weights of the model and preprocess."
+                f"Expected values below 1e19 at tap {name!r}, got NaN, infinity or larger ones in "
+                f"{int((~finite).sum())} units. Check the model's weights and preprocess."
             )
         if like is None and not bool(usable_units(tracker.low, tracker.high).any()):
             raise ProfileError(
-                f"every unit at tap {name!r} was constant over the source data "
-                f"({counted(passes.feed.samples, 'sample')}): a profile needs varied samples, and a model that "
-                "reacts to them"
+                f"Expected values that vary at tap {name!r}, got constant ones over "
+                f"{counted(passes.feed.samples, 'sample')}. Use varied samples, and a model that reacts to them."
             )
     return trackers
 
@@ -370,8 +374,8 @@ def _counts(
     """Run the second and third pass: count at the taps and in the slices, and sum the covariance if wanted."""
     if full and len(frame.mean) > MOST_CORRELATED:
         raise ProfileError(
-            f"the covariance of {len(frame.mean):,} features is too large to store (at most {MOST_CORRELATED:,}); "
-            "leave out gaussian='full', or tap a smaller layer"
+            f"Expected at most {MOST_CORRELATED:,} features for a covariance, got {len(frame.mean):,}. Leave out "
+            "gaussian='full', or tap a smaller layer."
         )
     place = passes.feed.device
     covariance = CovarianceTracker() if full else None
@@ -440,8 +444,8 @@ def _remark(made: Profile) -> None:
 
 
 def _check_agreement(model: nn.Module, feed: Feed, settings: tuple[Any, ...], like: Profile | None) -> None:
-    """Raise if processes were given different arguments. Of streamed data only the first samples are compared."""
-    if world_size() == 1:  # digests of everything are not for free
+    """Raise if processes were given different arguments. For streamed data, only the first samples are compared."""
+    if world_size() == 1:  # Hashing all data takes time, so a single process skips it.
         return
     first = fingerprints.digest(feed.first(64))
     data = first if feed.inputs is None else fingerprints.digest(feed.inputs)

@@ -1,4 +1,4 @@
-"""Fingerprints of a model and a summary of its inputs, to notice when a profile is used with something else."""
+"""Fingerprints of a model and a summary of its inputs, to detect that a profile does not belong to them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from shiftmend.utils.gpu_sharing import is_sharing_gpu
 from shiftmend.utils.tensor_tree import Inputs, TensorTree
 
 MAX_SUMMARISED_INPUTS = 4096
-"""Samples that describe the inputs: enough for a mean, and cheap."""
+"""Number of samples that a summary of the inputs is made from."""
 
 
 MAX_BACKGROUND_BYTES = 1 << 30
-"""Data that a thread may hash in the background: a second or two of work."""
+"""Largest data to hash in a background thread, which takes a second or two."""
 
 
 def architecture(model: nn.Module) -> str:
@@ -42,8 +42,8 @@ def weights(model: nn.Module) -> str:
     for name, value in sorted(full_state_dict(model).items()):
         if value.layout != torch.strided:
             raise ShiftmendError(
-                f"{name!r} of the model is a sparse tensor, which no file of weights can hold; register it with "
-                "persistent=False"
+                f"Expected a model of dense tensors, got {name!r}, which is sparse and cannot be saved. Register it "
+                "with persistent=False."
             )
         digest.update(name.encode())
         digest.update(tensor_bytes(value))
@@ -57,12 +57,12 @@ def tensor_bytes(value: Tensor) -> memoryview:
 
 
 def _is_number(value: Any) -> bool:
-    """Say if a value is a finite number of JSON, where bool is no int."""
+    """Tell whether a value is a finite JSON number; bool does not count."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def digest(values: Inputs) -> str:
-    """Compute the SHA-256 over shape, type and values, a part at a time, so that nothing large is copied."""
+    """Compute the SHA-256 over shape, type and values, in parts, so that nothing large is copied."""
     if isinstance(values, TensorTree):
         lines = (f"{name}:{digest(leaf)}" for name, leaf in values.named_leaves)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -73,14 +73,15 @@ def digest(values: Inputs) -> str:
 
 
 def start_digest(values: Inputs) -> Callable[[], str]:
-    """Start to compute `digest` in a thread, and return a function that waits for the result.
+    """Start to compute `digest` in a thread; return a function that waits for the result.
 
-    Hashing releases the interpreter lock, so the caller can go on meanwhile. Large data, and data of threads that share
-    a GPU, are hashed only when the result is asked for: after an error, a forgotten thread would keep the data alive.
+    Hashing releases the global interpreter lock, so the caller can continue. Large data, and data of threads that share
+    a GPU, are hashed only when the result is requested; otherwise a forgotten thread would keep the data alive after an
+    error.
     """
     if values.nbytes > MAX_BACKGROUND_BYTES or is_sharing_gpu():
         return functools.partial(digest, values)
-    # The data may still be on its way to the device, on the stream of this thread.
+    # The data may still be on their way to the device, on the CUDA stream of this thread.
     stream = torch.cuda.current_stream(values.device) if values.is_cuda else None
 
     def run() -> str:
@@ -97,25 +98,25 @@ def start_digest(values: Inputs) -> Callable[[], str]:
 class InputSummary:
     """A summary of the inputs of a model: shape, type, range, and moments of each channel.
 
-    Another normalisation or order of channels changes it.
+    It changes with the normalisation and the order of channels.
     """
 
     shape: tuple[int, ...]
-    """The shape of a sample; 0 where it differs between batches, as the length of sequences does."""
+    """Shape of a sample; 0 for sizes that differ between batches, such as the length of sequences."""
     dtype: str
     low: float
     high: float
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
     columns: tuple[str, ...] = ()
-    """Names of the columns of a table, before preprocessing; empty if the inputs came without names."""
+    """Names of the columns of a table, before preprocessing; empty if the inputs have no names."""
 
     @staticmethod
     def from_batches(batches: Iterable[Tensor], most: int = MAX_SUMMARISED_INPUTS) -> InputSummary:
-        """Summarise the first `most` samples of batches `[N, ...]`, by channel where axis 1 has few entries.
+        """Summarise the first `most` samples of batches `[N, ...]`, per channel if axis 1 has few entries.
 
-        Infinite values, and values beyond float32, count as the largest float32: a file holds no infinities. NaN is
-        refused: the data had none, so preprocessing must have made it.
+        Infinite values, and values beyond float32, count as the largest float32, because JSON has no infinity. NaN is
+        refused: the data have been checked, so preprocessing must have produced it.
         """
         summing = _Summing(most)
         for batch in batches:
@@ -126,7 +127,7 @@ class InputSummary:
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """The shape as text, with "any" for sizes that differ."""
+        """Shape as text, with "any" for sizes that differ."""
         return tuple(str(size) if size else "any" for size in self.shape)
 
     def describe(self) -> str:
@@ -134,14 +135,14 @@ class InputSummary:
         return f"{_as_list(self.sizes)} {self.dtype} in [{self.low:.3g}, {self.high:.3g}]"
 
     def has_shape(self, shape: Sequence[int]) -> bool:
-        """Say if samples may have this shape."""
+        """Tell whether samples may have this shape."""
         return len(shape) == len(self.shape) and all(
             own == size or 0 in (own, size) for own, size in zip(self.shape, shape, strict=True)
         )
 
     @staticmethod
     def mix(parts: Sequence[InputSummary], sizes: Sequence[float]) -> InputSummary:
-        """Summarise several sets of inputs of these sizes together; return the first where their types differ."""
+        """Combine summaries of inputs, weighted by their sizes; return the first if their types differ."""
         first = parts[0]
         if len({(part.dtype, len(part.mean), len(part.shape)) for part in parts}) > 1:
             return first
@@ -167,7 +168,7 @@ class InputSummary:
 
     @staticmethod
     def from_json(data: Any) -> InputSummary:
-        """Undo `to_json`; refuse anything that does not fit, since the data may come from any file."""
+        """Undo `to_json`; refuse anything malformed, since the data may come from any file."""
         names = [field.name for field in fields(InputSummary) if field.name != "columns"]
         if not isinstance(data, dict) or sorted(data.keys() - {"columns"}) != sorted(names):
             raise ShiftmendError(f"the description of its inputs should have the entries {', '.join(names)}")
@@ -199,9 +200,9 @@ class InputSummary:
         )
 
     def differences(self, target: Summary) -> list[str]:
-        """List hints that the target is preprocessed differently from the source, in words.
+        """List signs that the target is preprocessed differently from the source, one sentence each.
 
-        A new device changes the inputs as well, so none of these is certain: they are reasons to look.
+        A new device also changes the inputs, so none of the signs is certain; they are reasons to check.
         """
         if not isinstance(target, InputSummary):
             return [f"they are {_name_parts(target)}, at the source they were {_name_parts(self)}"]
@@ -235,7 +236,7 @@ class _Summing:
 
     def __init__(self, most: int) -> None:
         self.most, self.seen = most, 0
-        # One tracker for each number of channels: of sequences it may differ between batches.
+        # One tracker per number of channels, which may differ between batches of sequences.
         self._trackers: dict[int, RangeTracker] = {}
         self._shape: tuple[int, ...] | None = None
         self._dtype = ""
@@ -257,9 +258,7 @@ class _Summing:
     def finish(self) -> InputSummary:
         assert self._shape is not None, "feeds refuse empty data"
         if bool(torch.stack(self._nans).any()):
-            raise DataError(
-                "the inputs are finite before preprocess and NaN behind it; expected numbers: look at it first"
-            )
+            raise DataError("Expected preprocess to return numbers, got NaN for finite inputs. Check preprocess.")
         trackers = [*self._trackers.values()]
         mean, deviation = _combine_moments(trackers)
         return InputSummary(
@@ -274,18 +273,18 @@ class _Summing:
 
 @dataclass(frozen=True)
 class TreeSummary:
-    """The summaries of several inputs, by name."""
+    """Summaries of several inputs, by name."""
 
     parts: dict[str, InputSummary]
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns: several inputs have none."""
+        """Column names, which several inputs do not have."""
         return ()
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """The shape of each part as text."""
+        """Shape of each part as text."""
         return tuple(f"{name} {_as_list(part.sizes)}" for name, part in self.parts.items())
 
     def describe(self) -> str:
@@ -293,7 +292,7 @@ class TreeSummary:
         return ", ".join(f"{name} {part.describe()}" for name, part in self.parts.items())
 
     def differences(self, target: Summary) -> list[str]:
-        """List hints that the target is preprocessed differently from the source, in words."""
+        """List signs that the target is preprocessed differently from the source, one sentence each."""
         if not isinstance(target, TreeSummary) or sorted(target.parts) != sorted(self.parts):
             return [f"they are {_name_parts(target)}, at the source they were {_name_parts(self)}"]
         return [
@@ -312,7 +311,7 @@ Summary = InputSummary | TreeSummary
 
 
 def summarise(batches: Iterable[Inputs], most: int = MAX_SUMMARISED_INPUTS) -> Summary:
-    """Summarise the first `most` samples of batches; of several inputs each by itself."""
+    """Summarise the first `most` samples of batches; each of several inputs separately."""
     batches = iter(batches)
     first = next(batches)
     if not isinstance(first, TensorTree):
@@ -343,7 +342,7 @@ def mix_summaries(parts: Sequence[Summary], sizes: Sequence[float]) -> Summary:
 
 
 def read_summary(data: Any) -> Summary:
-    """Undo `to_json` of either kind; refuse anything that does not fit, since the data may come from any file."""
+    """Undo `to_json` of either kind; refuse anything malformed, since the data may come from any file."""
     if not isinstance(data, dict) or set(data) != {"parts"}:
         return InputSummary.from_json(data)
     parts = data["parts"]
@@ -361,7 +360,7 @@ def _common_shape(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int,
 
 
 def _combine_moments(trackers: Sequence[RangeTracker]) -> tuple[Tensor, Tensor]:
-    """Compute mean and deviation of each channel, or of all values where the number of channels differs."""
+    """Compute mean and standard deviation of each channel, or of all values if the number of channels differs."""
     if len(trackers) == 1:
         return trackers[0].mean, trackers[0].deviation
     counts, means, squares = (

@@ -24,7 +24,7 @@ Reduction = Literal["mean", "sum"]
 
 @dataclass(frozen=True)
 class Preset:
-    """Settings of a profile that go together."""
+    """A named set of bins, divergence and reduction."""
 
     name: str
     bins: Bins
@@ -44,6 +44,6 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """Look a preset up by name."""
+    """Return a preset by name."""
     check_known(name, PRESETS, "preset")
     return PRESETS[name]

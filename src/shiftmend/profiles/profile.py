@@ -1,4 +1,4 @@
-"""`Profile`: how features and logits are distributed at the source, in a few kilobytes. Nothing else leaves home."""
+"""`Profile`: the distributions of features and logits at the source, in a few kilobytes. Nothing else leaves home."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ logger.addFilter(of_first_process)
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Statistics of a source by name, with the model and the inputs that they belong to. Made by `shiftmend.profile`.
+    """Statistics of a source by name, and fingerprints of the model and inputs; made by `shiftmend.profile`.
 
-    `statistics` holds `tap.NAME`, the histograms of each tap; `gaussian`, the Gaussian of the features; `slices.NAME`,
-    sets of slices of the features; `inputs`, the moments of the inputs; and `inputs.quantiles`. The properties `taps`,
-    `gaussian` and `slices` give access to them by type. `slices["verification"]` is for judging and never aligned;
-    `slices["alignment"]` exists only for the preset `sliced`.
+    `statistics` contains `tap.NAME`, the histograms of each tap; `gaussian`, the Gaussian of the features;
+    `slices.NAME`, sets of slices of the features; `inputs`, the moments of the inputs; and `inputs.quantiles`. The
+    properties `taps`, `gaussian` and `slices` give typed access. `slices["verification"]` is used for verdicts and
+    never aligned; `slices["alignment"]` exists only with the preset `sliced`.
 
     `mean` and `deviation` `[D]` standardise the features before they are sliced. Merging profiles does not change
     them; the moments of all samples are those of `gaussian`.
@@ -65,7 +65,7 @@ class Profile:
     mean: Tensor
     deviation: Tensor
     specs: dict[str, Tap]
-    """The place of each tap in the model."""
+    """The module and side of each tap."""
     preset: str
     architecture: str
     """Fingerprint of the model's layers."""
@@ -73,9 +73,9 @@ class Profile:
     """Fingerprint of the model's weights."""
     inputs: Summary
     inputs_seen: int
-    """The number of source inputs."""
+    """Number of source inputs."""
     shares: tuple[float, ...] = ()
-    """Shares of the parts of a mixture, in their order; empty for any other profile."""
+    """Shares of the parts of a mixture, in their order; empty for other profiles."""
     library: str = __version__
     rehearsal: Rehearsal | None = None
     """The record of shifts simulated at home; None before `shiftmend.rehearse`."""
@@ -113,7 +113,7 @@ class Profile:
 
     @property
     def samples(self) -> int:
-        """The number of source inputs; a tap on feature maps counts each of their positions as a sample."""
+        """Number of source inputs; at a tap on feature maps, each position counts as a sample."""
         return self.inputs_seen
 
     @property
@@ -125,14 +125,14 @@ class Profile:
 
     @property
     def unusable(self) -> dict[str, int]:
-        """The number of units of each tap that were constant on the source and take no part in anything."""
+        """Number of units of each tap that were constant on the source and are therefore ignored."""
         return {name: tap.units - tap.usable_count for name, tap in self.taps.items()}
 
     def merge(self, other: Profile | str | os.PathLike[str]) -> Profile:
-        """Return the profile of both samples together.
+        """Merge with another profile, into the profile of both samples together.
 
         Args:
-            other: A profile that was collected with `like=` this one, or the name of its file.
+            other: A profile that was collected with `like=` this one, or the path of its file.
 
         Returns:
             A new profile.
@@ -152,21 +152,21 @@ class Profile:
 
     @staticmethod
     def mixture(parts: Sequence[Profile | str | os.PathLike[str]], shares: Sequence[float]) -> Profile:
-        """Return the profile of a source whose parts had other shares, for a site where some classes are rarer.
+        """Combine profiles of single classes, for a site where the classes have other shares than at the source.
 
-        The mixture counts as a sample of the size that tells as much as these parts do, 1 / sum(share^2 / samples):
-        Kish's effective sample size.
+        The mixture counts as a sample of Kish's effective size, 1 / sum(share^2 / samples).
 
         Args:
-            parts: Profiles of one class each, or names of their files, collected with `like=` the profile of all.
-            shares: One number for each part. Shares are relative: 9 and 1 are 90 and 10 %. A share of 0 leaves a part
+            parts: Profiles of one class each, or paths of their files, collected with `like=` the profile of all
+                classes.
+            shares: One number for each part. Shares are relative: 9 and 1 mean 90 and 10 %. A share of 0 leaves a part
                 out.
 
         Returns:
             A new profile.
 
         Raises:
-            ProfileError: If the parts do not fit together, or a share is not a number from 0.
+            ProfileError: If the parts do not fit together, or a share is negative or not a number.
 
         Example:
             >>> import shiftmend
@@ -185,7 +185,7 @@ class Profile:
 
     @torch.inference_mode(False)
     def to(self, device: str | torch.device) -> Profile:
-        """Return the same profile with its statistics on a device.
+        """Return the profile with its statistics on a device.
 
         Args:
             device: A device, or its name.
@@ -206,10 +206,10 @@ class Profile:
         return replace(self, statistics={name: one.to(device) for name, one in self.statistics.items()})
 
     def to_bytes(self) -> bytes:
-        """Return the content of the profile's file: safetensors, with a SHA-256 over all of it.
+        """Return the content of the profile's file: safetensors with a SHA-256 of the whole content.
 
         Returns:
-            The same bytes for equal profiles.
+            The bytes; equal profiles give equal bytes.
 
         Raises:
             ProfileError: If the file could not be loaded again, for instance because it would be too large.
@@ -251,8 +251,10 @@ class Profile:
         try:
             write_atomically(target, content)
         except OSError as error:
-            # The system names a temporary file at best.
-            raise ProfileError(f"{target} cannot be written ({error.strerror or error}); name another file") from error
+            # The error of the operating system may name a temporary file.
+            raise ProfileError(
+                f"File {target} cannot be written ({error.strerror or error}). Name another file."
+            ) from error
 
     @staticmethod
     @torch.inference_mode(False)
@@ -275,10 +277,10 @@ class Profile:
         return serialize.read(as_path(path, "the profile", ProfileError), key)
 
     def check_architecture(self, model: nn.Module) -> None:
-        """Refuse a model with other layers than the one that was profiled.
+        """Refuse a model whose layers differ from those of the profiled model.
 
         Args:
-            model: The model, which may be wrapped in `DataParallel` and its like.
+            model: The model, which may be wrapped, e.g. in `DataParallel`.
 
         Raises:
             ProfileError: If names or shapes of parameters differ.
@@ -291,20 +293,20 @@ class Profile:
         """
         if fingerprints.architecture(unwrap(model)) != self.architecture:
             raise ProfileError(
-                "The profile belongs to a model with other layers: names or shapes of parameters differ. Profile this "
-                "model, or load the model of the profile."
+                "Expected the model that was profiled, got one with other layers. Profile this model, or load the one "
+                "that was profiled."
             )
 
     @torch.no_grad()
     def check_taps(self, model: nn.Module, sample: Inputs) -> None:
-        """Refuse a model whose taps give other numbers of units than the profile holds.
+        """Refuse a model whose taps have other numbers of units than the profile.
 
         Args:
-            model: The model, with the layers that `check_architecture` asks for.
-            sample: A small batch of inputs `[N, ...]`, where the model lies.
+            model: The model, which has passed `check_architecture`.
+            sample: A small batch of inputs `[N, ...]`, on the device of the model.
 
         Raises:
-            ProfileError: If the units at a tap differ in number.
+            ProfileError: If the number of units at a tap differs.
             TapError: If a tap is not in the model, or does not run once in a forward pass.
 
         Example:
@@ -320,16 +322,16 @@ class Profile:
         self.check_units({name: values.shape[1] for name, values in found.items()})
 
     def check_units(self, found: Mapping[str, int]) -> None:
-        """Refuse numbers of units at taps that are not those of the profile, as `check_taps` does."""
+        """Refuse numbers of units at taps that differ from the profile's, as `check_taps` does."""
         for name, tap in self.taps.items():
             if name in found and found[name] != tap.units:
                 raise ProfileError(
-                    f"tap {name!r} gives {counted(found[name], 'unit')} at {str(self.specs[name])!r}, and the "
-                    f"profile holds {tap.units}; profile this model at its source"
+                    f"Expected {tap.units} units at tap {name!r} ({str(self.specs[name])!r}), as in the profile, got "
+                    f"{found[name]}. Profile this model at its source."
                 )
 
     def check_weights(self, model: nn.Module) -> None:
-        """Log a warning if a model has other weights than the one that was profiled."""
+        """Log a warning if the weights of a model differ from those of the profiled model."""
         if fingerprints.weights(unwrap(model)) != self.weights:
             logger.warning(
                 "The weights of the model are not those that the profile was made with; results may mislead."
@@ -368,43 +370,46 @@ class Profile:
 
 
 def as_profile(given: Profile | str | os.PathLike[str], what: str = "the profile", trust: str | None = None) -> Profile:
-    """Return a profile, or load the one in the file that is named; refuse anything else."""
+    """Return a profile, or load it if a path is given; refuse anything else."""
     if isinstance(given, str | os.PathLike):
         return Profile.load(given, trust=trust)
     if not isinstance(given, Profile):
-        raise ProfileError(f"{what} is {kind(given)}, expected a Profile or the name of its file")
+        raise ProfileError(f"Expected {what} to be a Profile or the path of its file, got {kind(given)}.")
     return given
 
 
 def _check_parts(given: Sequence[Profile | str | os.PathLike[str]]) -> list[Profile]:
     if isinstance(given, str | os.PathLike | Profile) or not isinstance(given, Iterable):
-        raise ProfileError(f"the parts of a mixture are given as {kind(given)}, expected a list of profiles or files")
+        raise ProfileError(f"Expected the parts of a mixture to be a list of profiles or files, got {kind(given)}.")
     return [as_profile(part, f"part {number} of the mixture") for number, part in enumerate(given, 1)]
 
 
 def _check_shares(parts: int, given: Sequence[float]) -> list[float]:
-    """Return the shares scaled to add up to 1."""
-    expected = f"expected one number for each of the {parts} parts, none negative and one at least above 0"
+    """Normalise the shares, so that they add up to 1."""
     try:
-        # Text and dictionaries would give digits and names, and a set has no order.
+        # Strings and dicts would give digits and names, and a set has no order.
         shares = [] if isinstance(given, str | Mapping | Set) else [float(share) for share in given]
     except (TypeError, ValueError):
         shares = []
     total = sum(shares)
     if len(shares) != parts or not all(0 <= share < math.inf for share in shares) or not 0 < total < math.inf:
-        raise ProfileError(f"the shares of a mixture are {brief(shares or given)}, {expected}")
+        raise ProfileError(
+            f"Expected shares of a mixture as {parts} numbers, one for each part, none negative and one above 0, got "
+            f"{brief(shares or given)}."
+        )
     return [share / total for share in shares]
 
 
 @torch.inference_mode(False)
 def _mix(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
-    """Return the profile of all samples together, on the CPU, where each sample of a part counts `times`."""
+    """Combine all samples into one profile on the CPU, where each sample of a part has the weight `times`."""
     parts = [part.to("cpu") for part in parts]
     first = parts[0]
     for part in parts[1:]:
         if _identity(part) != _identity(first):
             raise ProfileError(
-                "these profiles are of different models, taps, presets or statistics and cannot be put together"
+                "Expected profiles of one model, with the same taps, preset and statistics, got different ones. "
+                "Collect the others with like= the first."
             )
     sizes = [part.inputs_seen * number for part, number in zip(parts, times, strict=True)]
     return replace(
@@ -423,7 +428,7 @@ def _mix(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
 
 
 def _identity(profile: Profile) -> tuple[object, ...]:
-    """Collect the settings that profiles must share to be mixed. Older files lack statistics of inputs and answers."""
+    """Collect the settings that profiles must share to be mixed; older files lack some of the statistics."""
     every = profile.statistics.items()
     kinds = {name: statistic.kind for name, statistic in every if name.partition(".")[0] not in ("inputs", "answers")}
     return profile.preset, profile.specs, profile.architecture, profile.weights, kinds

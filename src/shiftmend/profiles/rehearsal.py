@@ -1,7 +1,7 @@
-"""`Rehearsal`: what shifts simulated at home taught about signals and scores. It travels in the profile.
+"""`Rehearsal`: scores and signals of simulated shifts. It is stored in the profile.
 
-A cell is one simulated shift at one sample size, adapted to by one candidate: its score (known at home) and its signals
-(all that a site can see). The record holds the cells themselves; `verification/estimate.py` fits maps to them.
+A cell is one simulated shift at one sample size, adapted by one candidate: its score (known at home only) and its
+signals (known at a site as well). The record stores the cells; `verification/estimate.py` fits maps to them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shiftmend.utils.json import dumps
 
 Task = Literal["classes", "quantities"]
 UNTOUCHED = "source-only"
-"""Name of the candidate that changes nothing."""
+"""Name of the candidate that leaves the model untouched."""
 
 METRICS = {
     ("classes", True): "accuracy",
@@ -28,10 +28,11 @@ METRICS = {
     ("quantities", True): "rmse",
     ("quantities", False): "deviation",
 }
-"""Names of the scores. Without labels, the model's own answers to the clean inputs stand in for them."""
+"""Names of the scores, by task and whether there were labels. Without labels, the model's own predictions on clean
+inputs replace them."""
 
 MAX_CLASSES = 64
-"""Classes up to which the confusion matrix is stored."""
+"""Largest number of classes for which the confusion matrix is stored."""
 
 _TENSORS = {
     "scores": 3,
@@ -46,16 +47,16 @@ _TENSORS = {
     "output_mean": 1,
     "output_deviation": 1,
 }
-"""Tensors of a record, with their numbers of dimensions."""
+"""Tensors of a record by name, with their numbers of dimensions."""
 
 BY_CLASS = ("features", "logits", "slices")
-"""Histograms that a record may hold for each class: of both taps, and of the slices for verification."""
+"""Histograms that a record may hold per class: of both taps, and of the verification slices."""
 _PREFIX = "by_class."
 
 
 @dataclass(frozen=True)
 class RehearsedShift:
-    """A simulated device at one strength; shifts of one family resemble each other."""
+    """A simulated device at one strength; devices of one family have similar effects."""
 
     name: str
     family: str
@@ -130,35 +131,37 @@ def tell_truth(loss: float, distance: float) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class Rehearsal:
-    """Scores and signals of simulated shifts, by candidate. `shiftmend.rehearse` makes one.
+    """Scores and signals of simulated shifts, by candidate; made by `shiftmend.rehearse`.
 
-    In the shapes, F counts shifts, S sizes, C candidates and G signals. NaN stands for what could not be measured.
+    In shapes, F is the number of shifts, S of sample sizes, C of candidates and G of signals. NaN marks missing values.
 
     Attributes:
         task: `"classes"` or `"quantities"`.
-        labelled: Whether home data had labels. If not, scores compare with the model's own clean answers.
-        samples: Held-out home samples.
-        sizes: Sample sizes that were rehearsed, ascending.
+        labelled: Whether home data had labels. If not, scores compare with the model's own predictions on clean inputs.
+        samples: Number of held-out home samples.
+        sizes: Rehearsed sample sizes, in ascending order.
         score: Score of the untouched model on unshifted home data.
         temperature: Temperature that calibrates the untouched model at home; 1 for quantities.
-        thresholds: Confidence and negative entropy above which the share of home samples equals the score.
+        thresholds: Thresholds of confidence and of negative entropy at which the share of home samples above equals the
+            score.
         candidates: Names of the candidates. The first one is the untouched model.
         methods: Name and hyper-parameters of each candidate.
         signals: Names of the signals.
         shifts: The simulated shifts.
-        scores: `[F, S, C]`.
+        scores: Scores `[F, S, C]`.
         values: Signals `[F, S, C, G]`.
         home_mean: Mean of the untouched model's signals on unshifted home data of each size, `[S, G]`.
-        home_deviation: Their standard deviation between draws of that size, `[S, G]`.
-        estimates: What would have been estimated without the shift's family, `[F, S, C + 1]`; the last entry is that of
-            the candidate `auto` would have chosen.
-        scales: Difficulty of each estimate, which the width of its interval grows with, `[F, S, C + 1]`.
-        chosen: Number of the candidate that `auto` would have chosen, `[F, S]`.
-        shares: Share of each class among the answers at home, `[classes]`; empty for quantities.
-        confusion: Counts by true class (rows) and answer (columns); empty beyond 64 classes, and for quantities.
+        home_deviation: Standard deviation of these signals between draws of that size, `[S, G]`.
+        estimates: Estimates made without the shift's own family, `[F, S, C + 1]`; the last entry is for the candidate
+            that `auto` would have chosen.
+        scales: Difficulty of each estimate, with which its interval widens, `[F, S, C + 1]`.
+        chosen: Index of the candidate that `auto` would have chosen, `[F, S]`.
+        shares: Share of each class among the predictions at home, `[classes]`; empty for quantities.
+        confusion: Counts by true class (rows) and predicted class (columns); empty for more than 64 classes, and for
+            quantities.
         output_mean: Mean of each output at home, `[outputs]`; empty for classes.
-        output_deviation: Its standard deviation.
-        settings: Options of `adapt` that were rehearsed with, such as the batch size.
+        output_deviation: Standard deviation of each output at home, `[outputs]`; empty for classes.
+        settings: Options of `adapt` in the rehearsal, such as the batch size.
         by_class: Histograms of the untouched model at home for each true class, uint8 `[classes, units, bins]` by name
             (`BY_CLASS`). Each row is scaled so that its largest count is 255. Empty if the file would be too large.
         error_kurtosis: Kurtosis of the errors at home: 3 if they are normal, far more if a few samples make most of the
@@ -196,12 +199,12 @@ class Rehearsal:
 
     @property
     def label_shares(self) -> Tensor:
-        """Share of each true class at home, `[classes]` in float64; that of the answers if there is no confusion."""
+        """Share of each true class at home, `[classes]`; of each predicted class without a confusion matrix."""
         counts = self.confusion.double().sum(1) if self.confusion.numel() else self.shares.double()
         return counts / counts.sum()
 
     def class_histograms(self, name: str) -> Tensor:
-        """Return the histograms of each class, float64 `[classes, units, bins]`, where each row adds up to 1.
+        """Return the histograms of each class, float64 `[classes, units, bins]`, with rows that add up to 1.
 
         Args:
             name: One of `BY_CLASS`.
@@ -234,7 +237,7 @@ class Rehearsal:
 
     @property
     def families(self) -> tuple[str, ...]:
-        """Families of the shifts, each once, in order."""
+        """Families of the shifts, each once, in order of appearance."""
         return tuple(dict.fromkeys(shift.family for shift in self.shifts))
 
     @property
@@ -244,7 +247,7 @@ class Rehearsal:
         return float((self.estimates[..., -1] - truth).abs().nanmean())
 
     def chosen_scores(self) -> Tensor:
-        """Return the true scores `[F, S]` of what `auto` would have chosen."""
+        """Return the true scores `[F, S]` of the candidates that `auto` would have chosen."""
         return self.scores.gather(2, self.chosen.long().clamp_min(0).unsqueeze(2)).squeeze(2)
 
     def find_share_error(self, candidate: str) -> float | None:
@@ -272,19 +275,20 @@ class Rehearsal:
         return min([most, *(UNEXPLAINED_MARGIN * one for one in left)])
 
     def index(self, candidate: str) -> int:
-        """Return the place of a candidate.
+        """Return the index of a candidate.
 
         Raises:
             ProfileError: If the candidate was not rehearsed.
         """
         if candidate not in self.candidates:
             raise ProfileError(
-                f"{candidate!r} was not rehearsed, only {', '.join(self.candidates)}; rehearse with candidates=[...]"
+                f"Expected a candidate that was rehearsed ({', '.join(self.candidates)}), got {candidate!r}. Rehearse "
+                "with candidates=[...]."
             )
         return self.candidates.index(candidate)
 
     def find_differences(self, method: Mapping[str, Any]) -> list[str]:
-        """List how a method differs from what was rehearsed under its name, in words.
+        """List how a method differs from the rehearsed method of the same name, one sentence each.
 
         Args:
             method: Name and hyper-parameters of the method, as in a manifest.
@@ -296,7 +300,7 @@ class Rehearsal:
         return [f"{method['name']} was rehearsed with another {changed[0]}"] if changed else []
 
     def to_file(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return what a profile's file holds: facts as JSON, and float32 tensors by name; signals are float16."""
+        """Convert the record for a profile's file: facts as JSON, and float32 tensors by name; signals are float16."""
         plain = ("task", "labelled", "samples", "score", "temperature", "error_kurtosis")
         facts = {name: getattr(self, name) for name in plain} | {
             "sizes": list(self.sizes),
@@ -314,7 +318,7 @@ class Rehearsal:
 
     @staticmethod
     def from_file(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Rehearsal:
-        """Undo `to_file`; refuse what does not fit together, since a file may come from anywhere.
+        """Undo `to_file`; refuse anything inconsistent, since a file may come from anywhere.
 
         Raises:
             ProfileError: If an entry is of the wrong kind or size.
@@ -376,7 +380,7 @@ class Rehearsal:
         return record
 
     def find_problem(self) -> str | None:
-        """Return what is wrong with the sizes and numbers of the record, in words."""
+        """Return a description of what is wrong with sizes or numbers of the record; None if nothing is."""
         shifts, sizes, candidates, signals = (
             len(one) for one in (self.shifts, self.sizes, self.candidates, self.signals)
         )
@@ -401,7 +405,7 @@ class Rehearsal:
                 return f"{name} should be of shape {list(shape)}, got {list(getattr(self, name).shape)}"
         classified = self.task == "classes"
         both = torch.cat([self.scores.flatten(), torch.tensor([self.score])])
-        # A candidate may have failed in a cell; the untouched model cannot.
+        # A candidate may have failed in a cell, but the untouched model may not.
         known = (
             self.scores[:, :, :1],
             self.shares,
@@ -460,35 +464,35 @@ def _read_site(values: Any, candidates: Sequence[str]) -> RehearsedSite:
 
 
 def round_signals(values: Tensor) -> Tensor:
-    """Round signals to the three digits that a file stores. Signals are most of its size, and vary more by chance."""
+    """Round signals to the three digits that a file stores; sampling noise is larger than that."""
     largest = torch.finfo(torch.float16).max
     return values.clamp(-largest, largest).half().float()
 
 
 def empty_estimates(record: Rehearsal) -> Rehearsal:
-    """Return a record whose estimates are not made yet."""
+    """Return the record with empty estimates."""
     shape = (len(record.shifts), len(record.sizes), len(record.candidates) + 1)
     nothing = torch.full(shape, math.nan)
     return replace(record, estimates=nothing, scales=nothing, chosen=torch.zeros(shape[:2]))
 
 
 def name_candidate(name: str) -> str:
-    """Return the name of a candidate for people: `source-only` is called untouched."""
+    """Return the display name of a candidate; `source-only` is shown as untouched."""
     return "untouched" if name == UNTOUCHED else name
 
 
 def format_score(value: float, task: Task) -> str:
-    """Write a score for people: accuracy in percent, an error in its own unit."""
+    """Format a score: accuracy in percent, an error in its own unit."""
     if math.isnan(value):
         return "-"
     return f"{100 * value:.1f} %" if task == "classes" else f"{value:.4g}"
 
 
 def describe(record: Rehearsal) -> str:
-    """Return a table a person can read: each shift, its scores, and what would have been estimated.
+    """Describe a rehearsal as a table: each shift with its scores and estimates.
 
     Args:
-        record: The rehearsal. Scores are those of the largest size.
+        record: The rehearsal. The table shows the scores of the largest size.
     """
     names = [name_candidate(name) for name in record.candidates]
     head = ["shift", "family", "strength", *names, "auto takes", "estimated", "true"]

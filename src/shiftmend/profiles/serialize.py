@@ -4,7 +4,7 @@ Tensors are named `STATISTIC.PART` (`tap.features.counts`, `gaussian.mean`), bes
 `features.deviation`. The metadata describes each statistic: histograms under `taps`, slices under `slices`, the
 Gaussian under `gaussian`, and any other kind under `statistics`, whose tensors begin with `statistics.`.
 
-A file may come from anywhere, so `decode` checks everything before it builds anything: a bad file ends in one sentence.
+A file may come from anywhere, so `decode` checks everything before it builds anything, and reports one error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from shiftmend.errors import ProfileError, ShiftmendError
 from shiftmend.introspection.taps import Tap
 
-# Collecting imports the module of every statistic, which registers its kind.
+# Importing `collect` imports the module of every statistic, which registers its kind.
 from shiftmend.profiles import collect  # noqa: F401
 from shiftmend.profiles.fingerprints import read_summary
 from shiftmend.profiles.presets import PRESETS
@@ -58,19 +58,19 @@ _SHA256 = "[0-9a-f]{64}"
 
 
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, SafetensorError)
-"""Errors that entries of a wrong type raise while a forged file is read."""
+"""Exceptions that entries of a wrong type can raise while a forged file is read."""
 
 
 _GROUPS = {"tap": "taps", "gaussian": "gaussian", "slices": "slices"}
-"""Entries of the metadata by the first word of a statistic's name; all other names are under `statistics`."""
+"""Metadata entries by the first word of a statistic's name; all other statistics are under `statistics`."""
 
 
 _REHEARSAL = "rehearsal."
-"""Beginning of the names of a rehearsal's tensors."""
+"""Prefix of the names of a rehearsal's tensors."""
 
 
 def encode(profile: Profile, key: Key | None = None) -> bytes:
-    """Return the content of a profile's file, signed if there is a key."""
+    """Encode a profile as the content of its file, signed if a key is given."""
     profile = profile.to("cpu")
     tensors = {"features.mean": profile.mean, "features.deviation": profile.deviation}
     entries = {name: {"kind": one.kind, **one.facts()} for name, one in profile.statistics.items()}
@@ -106,7 +106,7 @@ def encode(profile: Profile, key: Key | None = None) -> bytes:
         **({} if profile.privacy is None else {"privacy": profile.privacy.to_json()}),
         **rehearsed,
     }
-    # Tensors of a profile may share memory, which safetensors refuses.
+    # Tensors of a profile may share memory, which safetensors does not allow.
     tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     metadata = {"format": "shiftmend profile", "schema": str(SCHEMA), **sealing.blank_entries(key)}
     content = _sort_header(safetensors.torch.save(tensors, metadata | {"profile": json.dumps(facts)}))
@@ -121,7 +121,7 @@ def encode(profile: Profile, key: Key | None = None) -> bytes:
 
 
 def _group(name: str) -> str:
-    """Name the entry of the metadata that describes a statistic."""
+    """Return the metadata entry that describes a statistic."""
     return _GROUPS.get(name.partition(".")[0], "statistics")
 
 
@@ -130,7 +130,7 @@ def _tensor_prefix(name: str) -> str:
 
 
 def _sort_header(content: bytes) -> bytes:
-    """Sort the header of a safetensors file, whose order is random: equal profiles become equal files."""
+    """Sort the header of a safetensors file, so that equal profiles become equal files."""
     (length,) = struct.unpack("<Q", content[:8])
     header = json.dumps(json.loads(content[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
@@ -138,14 +138,18 @@ def _sort_header(content: bytes) -> bytes:
 
 
 def read(path: Path, trust: str | None = None) -> Profile:
-    """Load a profile from a file; with `trust`, only if it is signed with that public key."""
+    """Load a profile from a file; with `trust`, require a signature by that public key."""
     try:
         with path.open("rb") as handle:
             content = handle.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ProfileError(f"{path} could not be read ({error.strerror}); expected a shiftmend profile") from error
+        raise ProfileError(
+            f"Expected a shiftmend profile, got {path}, which cannot be read ({error.strerror}). Name another file."
+        ) from error
     if len(content) > MAX_BYTES:
-        raise ProfileError(f"{path} has more than {MAX_BYTES:,} bytes; a profile has fewer, so it is none")
+        raise ProfileError(
+            f"Expected a profile of at most {MAX_BYTES:,} bytes, got {path}, which is larger and therefore none."
+        )
     try:
         return decode(content, trust)
     except ProfileError as error:
@@ -153,7 +157,7 @@ def read(path: Path, trust: str | None = None) -> Profile:
 
 
 def decode(content: bytes, trust: str | None = None) -> Profile:
-    """Turn the content of a file into a profile; anything wrong, also with its signature, is a `ProfileError`."""
+    """Decode the content of a file; raise a `ProfileError` for any defect, including a wrong signature."""
     metadata = _read_metadata(content)
     if metadata.get("format") != "shiftmend profile":
         raise ProfileError("this is a safetensors file but no shiftmend profile; make one with `shiftmend profile`")
@@ -179,7 +183,7 @@ def decode(content: bytes, trust: str | None = None) -> Profile:
 
 
 def _read_metadata(content: bytes) -> dict[str, str]:
-    """Read the metadata in the header, within bounds, before anything else looks at the file."""
+    """Read the metadata in the header, within size limits, before any other parser reads the file."""
     damaged = ProfileError("it is damaged or no safetensors file; copy it again from the source site")
     if len(content) < 10:
         raise damaged
@@ -205,7 +209,7 @@ def _assemble(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
         entries[name] = entry
     classes = {name: _find_class(name, entry["kind"]) for name, entry in entries.items()}
     preset = _read_text(facts["preset"], "preset", ".*")
-    # Directions are rebuilt from their seed, however many a file asks for, so the names of slices come first.
+    # Slice directions are rebuilt from a seed, in any number that a file asks for, so slice names are checked first.
     _refuse(_slice_problems(preset, facts["slices"]))
     rehearsed = {name: tensor for name, tensor in tensors.items() if name.startswith(_REHEARSAL)}
     _check_tensors(classes, {name: tensor for name, tensor in tensors.items() if name not in rehearsed})
@@ -263,7 +267,7 @@ def _find_class(name: str, kind: Any) -> type[Statistic]:
 
 
 def _check_tensors(classes: Mapping[str, type[Statistic]], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors other than those of the statistics, and other types or numbers of dimensions."""
+    """Refuse tensors that do not belong to the statistics, or have another type or number of dimensions."""
     dims = {"features.mean": 1, "features.deviation": 1} | {
         f"{_tensor_prefix(name)}.{part}": number
         for name, kind in classes.items()
@@ -310,7 +314,7 @@ def _refuse(found: list[str]) -> None:
 
 
 def problems(profile: Profile) -> list[str]:
-    """List everything that is wrong with the numbers of a profile, in words."""
+    """List all defects in the numbers of a profile, one sentence each."""
     features = profile.taps["features"]
     found = _slice_problems(profile.preset, profile.slices)
     if not bool(torch.isfinite(profile.mean).all() & torch.isfinite(profile.deviation).all()):
@@ -343,7 +347,7 @@ def problems(profile: Profile) -> list[str]:
 
 
 def _slice_problems(preset: str, names: Mapping[str, Any]) -> list[str]:
-    """List what is wrong with a preset, or with the names of the slices beside it."""
+    """List the defects of a preset, or of the names of its slices."""
     if preset not in PRESETS:
         return [f"its preset {preset!r} is unknown (known: {', '.join(PRESETS)})"]
     expected = ("verification", "alignment") if PRESETS[preset].aligned_slices else ("verification",)

@@ -1,8 +1,8 @@
-"""Profiles for other class shares: what home would look like if its classes were otherwise frequent.
+"""Profiles for other class shares: the profile that home would have with other class frequencies.
 
-A rehearsal with labels stores the histograms of each class. A sample of class k counts w_k / s_k times if the class
-has the share w_k instead of s_k. So each bin of the profile is multiplied by the mean weight of the home samples in it.
-With the shares of home, the profile stays as it is.
+A rehearsal with labels stores histograms of each class. If class k has the share w_k instead of s_k, its samples get
+the weight w_k / s_k. So each bin of the profile is multiplied by the mean weight of the home samples in that bin. With
+the shares of home, the profile does not change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shiftmend.stats.histograms import Histogram
 from shiftmend.stats.slices import Slices
 
 EMPTY = 1e-6
-"""Share of home samples below which a bin tells nothing about classes, and stays as it is."""
+"""Share of home samples below which a bin has no information on classes and is not changed."""
 
 
 def bin_weights(histograms: Tensor, home: Tensor, shares: Tensor) -> Tensor:
@@ -28,10 +28,10 @@ def bin_weights(histograms: Tensor, home: Tensor, shares: Tensor) -> Tensor:
     Args:
         histograms: Histograms of each class `[classes, units, bins]`, whose rows add up to 1.
         home: Share of each class at home, `[classes]`.
-        shares: Share of each class that is wanted, `[classes]`; a gradient passes through.
+        shares: Wanted share of each class, `[classes]`; differentiable.
 
     Returns:
-        Weights `[units, bins]`, 1 where no home samples lie.
+        Weights `[units, bins]`; 1 for bins without home samples.
 
     Example:
         >>> of_class = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
@@ -43,17 +43,17 @@ def bin_weights(histograms: Tensor, home: Tensor, shares: Tensor) -> Tensor:
 
 
 def reweight(profile: Profile, shares: Tensor) -> Profile:
-    """Return a profile as it would be if classes had other shares. Features, logits and slices change.
+    """Return a profile as it would be with other class shares; histograms of features, logits and slices change.
 
     Args:
         profile: A profile that was rehearsed with labels.
-        shares: Share of each class, `[classes]`, not negative. They are scaled to add up to 1.
+        shares: Share of each class, `[classes]`, not negative; normalised to add up to 1.
 
     Returns:
-        A new profile that keeps its rehearsal, for the caller to drop if its estimates no longer hold.
+        A new profile. It keeps its rehearsal, which the caller must drop if its estimates are no longer valid.
 
     Raises:
-        ProfileError: If the profile holds no histograms of its classes, or the shares are not of its classes.
+        ProfileError: If the profile has no histograms of its classes, or the number of shares is wrong.
     """
     record = find_classes(profile)
     shares = torch.as_tensor(shares, dtype=torch.float64, device="cpu").flatten()
@@ -71,7 +71,7 @@ def reweight(profile: Profile, shares: Tensor) -> Profile:
 
 
 def find_classes(profile: Profile) -> Rehearsal:
-    """Return the rehearsal of a profile that holds histograms of its classes.
+    """Return the rehearsal of a profile, with histograms of its classes.
 
     Raises:
         ProfileError: If there is none.

@@ -1,1 +1,1 @@
-"""Rehearsals: shifts simulated at home, adapted to and scored there, before the model meets a site."""
+"""Rehearsals: simulate shifts at home, adapt to them, and score the results, before the model reaches a site."""

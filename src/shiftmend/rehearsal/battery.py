@@ -38,22 +38,23 @@ LISTS: dict[str, tuple[simulated.Entry, ...]] = {
 
 FIRST_STRENGTHS = (1.0, 0.5, 0.2)
 MAX_SCORES_PER_DEVICE = 5
-"""Scores that the search for strengths may ask for, unless a device is used more often than that."""
+"""Largest number of scores per device in the search for strengths; a device that is used more often gets more."""
 
 UNMENDABLE_SHARE = 1 / 6
 SEVERE_SHARE = 1 / 3
-"""Parts of a battery that cannot be mended, and that are meant to do the most harm."""
+"""Share of the battery that should do the most harm; half of it are devices that no method can correct."""
 
 
 @dataclass(frozen=True)
 class SimulatedDevice:
-    """A device that home inputs are sent through, the same for every sample.
+    """A simulated device, which changes all home inputs in the same way.
 
     Attributes:
-        name: Plain words, shown in tables.
-        family: Devices of one family do similar things; a family is left out as a whole to find honest errors.
-        apply: Takes inputs, a strength in (0, 1] and a seed; returns inputs of the same shape and dtype.
-        mendable: False for devices that destroy what the model needs. They teach what failure looks like.
+        name: Plain name, shown in tables.
+        family: Name of the family. Devices of one family have similar effects; cross-validation leaves out whole
+            families.
+        apply: Function of inputs, a strength in (0, 1] and a seed. Returns inputs of the same shape and dtype.
+        mendable: False for devices that destroy information which the model needs. They show what failure looks like.
     """
 
     name: str
@@ -64,7 +65,7 @@ class SimulatedDevice:
 
 @dataclass(frozen=True)
 class PlannedShift:
-    """A device at a strength: one line of a battery."""
+    """A device at a strength: one shift of a battery."""
 
     device: SimulatedDevice
     strength: float
@@ -80,19 +81,19 @@ class PlannedShift:
         return self.device.family
 
     def __call__(self, inputs: Inputs, seed: int = 0) -> Inputs:
-        """Send inputs through the device."""
+        """Apply the device to inputs."""
         shifted: Inputs = self.device.apply(inputs, self.strength, seed)
         return shifted
 
 
 @dataclass(frozen=True, eq=False)
 class _Simulation:
-    """A function of `rehearsal.devices` with what it knows of home. An instance can be pickled, a closure cannot."""
+    """A function of `rehearsal.devices` with the statistics of home. Unlike a closure, an instance can be pickled."""
 
     function: Callable[..., Tensor]
     home: simulated.ImageHome | simulated.SignalHome | simulated.TableHome
     shape: tuple[int, ...]
-    """The shape of a sample as the function sees it."""
+    """Shape of one sample as the function receives it."""
 
     def __call__(self, inputs: Tensor, strength: float, seed: int) -> Tensor:
         rng = torch.Generator(inputs.device).manual_seed(seed)
@@ -108,7 +109,7 @@ class _Simulation:
         changed = self.function(values, strength, rng, self.home)
         if is_image:
             changed = changed.clamp(0, 1)
-        # The difference is added, so that whatever a device leaves alone stays equal to the last bit.
+        # Only the difference is added, so values that a device leaves alone stay bitwise equal.
         shifted = (exact + (changed - values) * scale).reshape(inputs.shape)
         if not inputs.is_floating_point():
             limits = torch.iinfo(inputs.dtype)
@@ -118,13 +119,13 @@ class _Simulation:
 
 @dataclass(frozen=True, eq=False)
 class _OwnFunction:
-    """A function of the user in the form of a device; strength and seed are ignored."""
+    """A user's function in the form of a device; strength and seed are ignored."""
 
     name: str
     function: Callable[[Any], Any]
 
     def __call__(self, inputs: Inputs, strength: float, seed: int) -> Inputs:
-        # A function that works in place must not change the data at home.
+        # The clone protects the home data from functions that work in place.
         shifted = self.function(unwrap_inputs(inputs.clone()))
         if isinstance(shifted, Tensor | tuple | Mapping):
             wrapped = wrap_inputs(shifted)
@@ -141,19 +142,19 @@ def _list_kinds(inputs: Inputs) -> list[tuple[str, tuple[int, ...], torch.dtype]
 
 
 def list_devices(inputs: Inputs, kind: Kind | None = None) -> list[SimulatedDevice]:
-    """List the simulated devices for a kind of input, adjusted to its range at home.
+    """List the simulated devices for a kind of input, scaled to the range of the home inputs.
 
     Args:
         inputs: Home inputs: images `[N, C, H, W]` (integers, or floating point in any normalisation), signals
             `[N, C, L]` or tables `[N, D]` (floating point).
-        kind: What the inputs are, by default what their shape says. Axes for channels may be missing, e.g. in signals
-            `[N, L]`, if the kind is given.
+        kind: Kind of the inputs; by default inferred from their shape. If given, the channel axis may be missing, e.g.
+            for signals `[N, L]`.
 
     Returns:
-        The devices, the most important families first.
+        The devices, with the most important families first.
 
     Raises:
-        DataError: If the inputs are no images, signals or tables.
+        DataError: If the inputs are neither images, signals nor tables.
 
     >>> sorted({device.family for device in list_devices(torch.rand(8, 5))})[:4]
     ['baseline', 'cross-talk', 'defects', 'gain']
@@ -178,7 +179,7 @@ def list_devices(inputs: Inputs, kind: Kind | None = None) -> list[SimulatedDevi
 
 
 def _recognise(inputs: Tensor, kind: Kind | None) -> tuple[Kind, tuple[int, ...]]:
-    """Find the kind of the inputs and the shape of a sample with all its axes."""
+    """Return the kind of the inputs and the full shape of a sample, including a missing channel axis."""
     by_rank: dict[int, Kind] = {4: "image", 3: "signal", 2: "table"}
     found = kind or by_rank.get(inputs.ndim)
     is_number = inputs.is_floating_point() or (
@@ -212,14 +213,14 @@ def from_functions(
     """Make a battery of functions that turn inputs into inputs of the same shape and dtype.
 
     Args:
-        functions: Functions, pairs of a name and a function, or functions by name. A name "family/name" puts
-            functions of one family together; every other function is its own family.
+        functions: Functions, pairs of a name and a function, or a dict of functions by name. Functions named
+            "family/name" form a family; every other function is a family of its own.
 
     Returns:
-        One shift per function, in their order.
+        One shift per function, in the given order.
 
     Raises:
-        DataError: If there is no function, or two of the same name.
+        DataError: If there is no function, or if two have the same name.
 
     >>> [(shift.family, shift.name) for shift in from_functions({"lamp/dim": lambda x: x / 2, "flip": torch.neg})]
     [('lamp', 'dim'), ('flip', 'flip')]
@@ -255,23 +256,25 @@ def plan_battery(
     seed: int = 0,
     ruined: float | None = None,
 ) -> list[PlannedShift]:
-    """Choose devices and strengths so that scores of the untouched model spread evenly from unharmed to ruined.
+    """Choose devices and strengths so that the scores of the untouched model spread evenly from unharmed to useless.
 
-    Every family comes once before a family comes again. About a sixth of the battery cannot be mended. These devices
-    and as many others get the strengths that do the most harm. A device without any effect stays, at strength 1.
+    Every family is used once before any is used again. About a sixth of the battery are devices that no method can
+    correct. These, and as many others, get the strengths that do the most harm. A device without any effect is kept at
+    strength 1.
 
     Args:
         inputs: Home inputs to try strengths on; about 1,000 samples are enough.
-        devices: What there is to choose from, the most important families first.
-        score: Scores the untouched model on shifted inputs; higher is better. Asked once for the inputs themselves
-            and up to five times per device.
+        devices: Devices to choose from, with the most important families first.
+        score: Function that scores the untouched model on shifted inputs; higher is better. Called once with the inputs
+            themselves, and up to five times per device.
         size: The number of shifts in the battery.
-        seed: Seed of the devices and of the choice which of them do how much harm.
-        ruined: The score of a useless model, e.g. of guessing. Harm beyond it does not count. By default that is the
-            lowest score found.
+        seed: Seed of the devices, and of the choice which of them do how much harm.
+        ruined: Score of a useless model, e.g. of guessing; lower scores count as equal to it. By default the lowest
+            score found.
 
     Returns:
-        The battery, in the order of `devices`. `shift(inputs, seed)` with the same seed gives what was scored here.
+        The battery, in the order of `devices`. `shift(inputs, seed)` with the same seed gives the inputs that were
+        scored.
 
     Raises:
         DataError: If there is no device to choose from, or the size is below one.
@@ -281,7 +284,7 @@ def plan_battery(
     clean = score(inputs)
 
     def harm(device: SimulatedDevice, strength: float) -> float:
-        """Measure how far the score falls; what is no number is ruin."""
+        """Return how far the score falls below that on unshifted inputs; NaN counts as the largest harm."""
         found = score(device.apply(inputs, strength, seed))
         most = math.inf if ruined is None else clean - ruined
         return min(clean - found, most) if math.isfinite(found) else most
@@ -303,9 +306,9 @@ def plan_battery(
 
 
 def _choose(devices: Sequence[SimulatedDevice], size: int, ruinous: Sequence[int]) -> list[int]:
-    """Choose devices by number, each time of the family and then the device that were chosen the least often.
+    """Return indices of devices; each time, take the least-used family and its least-used device.
 
-    A part of the battery is kept for `ruinous` devices, which cannot be mended.
+    A part of the battery is reserved for `ruinous` devices, which no method can correct.
     """
     families, chosen = Counter[str](), Counter[int]()
     uses: list[int] = []
@@ -322,9 +325,9 @@ def _choose(devices: Sequence[SimulatedDevice], size: int, ruinous: Sequence[int
 def _spread(
     uses: Sequence[int], reach: Mapping[int, float], mendable: Sequence[bool], ruin: float, seed: int
 ) -> list[float]:
-    """Assign to every use of a device the harm it should do, evenly from none to ruin.
+    """Assign to each use of a device the harm that it should do, evenly spaced from none to `ruin`.
 
-    The greatest harm goes to the devices that cannot be mended and to others drawn at random, if they reach so far.
+    The largest harm goes to devices that cannot be corrected and to randomly drawn others, if they can do that much.
     """
     rng = random.Random(seed)
     waiting = list(range(len(uses)))
@@ -345,7 +348,7 @@ def _spread(
 
 
 def _refine(known: dict[float, float], aims: Sequence[float], tolerance: float, harm: Callable[[float], float]) -> None:
-    """Try more strengths of a device where its harm is still far from an aim."""
+    """Try more strengths of a device while its harm is far from a wanted value."""
     while len(known) < max(MAX_SCORES_PER_DEVICE, len(aims)):
         distance = {aim: min(abs(found - aim) for found in known.values()) for aim in aims}
         aim = max(distance, key=lambda aim: distance[aim])
@@ -356,7 +359,7 @@ def _refine(known: dict[float, float], aims: Sequence[float], tolerance: float, 
 
 
 def _between(known: Mapping[float, float], aim: float) -> float:
-    """Interpolate the least strength that may do so much harm; without one, halve the widest gap of strengths."""
+    """Interpolate the smallest strength that may do a given harm; else return the middle of the widest untried gap."""
     points = [(0.0, 0.0), *sorted(known.items())]
     for (weaker, less), (stronger, more) in itertools.pairwise(points):
         if less < aim <= more:
@@ -369,7 +372,7 @@ def _between(known: Mapping[float, float], aim: float) -> float:
 
 
 def _pick(known: Mapping[float, float], aims: Sequence[float]) -> list[float]:
-    """Pick for every aim the strength that comes closest, no strength twice, and none without effect if possible."""
+    """Pick for each wanted harm the closest strength; use no strength twice, and avoid strengths without effect."""
     left = dict(sorted(known.items(), reverse=True))
     picked = []
     for aim in sorted(aims, reverse=True):
@@ -381,5 +384,5 @@ def _pick(known: Mapping[float, float], aims: Sequence[float]) -> list[float]:
 
 
 def _half_of_greatest(known: Mapping[int, Mapping[float, float]]) -> float:
-    """Halve the greatest harm at full strength: devices below do not show what failure looks like."""
+    """Return half of the largest harm at full strength; devices below that do not show what failure looks like."""
     return max((found[1.0] for found in known.values()), default=0.0) / 2

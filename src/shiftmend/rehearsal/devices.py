@@ -1,9 +1,9 @@
 """Simulated devices for images, signals and tables: the functions and their lists.
 
-Every function takes `values`, a strength from 0 (hardly anything) to 1 (ruin for most networks), a generator for what
-differs between samples, and what is known of the home inputs. The values of images run from 0 to 1 over the range of
-their channel at home. Those of signals and tables have mean 0 and deviation 1 per channel or column at home. A device
-is the same for every sample: what belongs to the device is drawn from the seed of the generator alone.
+Every function takes `values`, a strength from 0 (almost no effect) to 1 (most networks fail), a generator for what
+differs between samples, and statistics of the home inputs. Image values are scaled to 0..1 over the range of their
+channel at home. Signals and tables have mean 0 and standard deviation 1 per channel or column at home. A device changes
+all samples in the same way: its own parameters are drawn from the seed of the generator alone.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch.nn import functional
 from shiftmend.shifts.primitives import coarsen, count_photons, gaussian_blur, plasma, sample_linear, stick_pixels
 
 MAX_MEASURED_VALUES = 1 << 24
-"""Numbers of the home inputs that are looked at to find ranges, means and deviations."""
+"""Largest number of values of the home inputs from which ranges, means and deviations are measured."""
 
 UNIFORM_BORDER_SHARE, UNIFORM_BORDER_SPREAD = 0.8, 0.1
-"""A background is uniform if this share of all border pixels lies this close to their median, of full scale."""
+"""A background is uniform if this share of border pixels is this close to their median, relative to full scale."""
 
 ORDERED_CORRELATION = 0.8
-"""Columns stand in a meaningful order, as in spectra, if neighbours correlate by more than this on average."""
+"""Mean correlation of neighbouring columns above which their order has a meaning, as in spectra."""
 
 QUANTILES = 33
-"""Quantiles of each column that are kept, evenly spaced from the least to the greatest value."""
+"""Number of evenly spaced quantiles that are stored for each column, from minimum to maximum."""
 
 # Quantisation of luminance in JPEG (ITU-T T.81, table K.1), in grey levels.
 JPEG_STEPS = (
@@ -46,7 +46,7 @@ JPEG_STEPS = (
 
 
 class Entry(NamedTuple):
-    """A line of the lists at the end; `least` is the least number of channels or columns that the device needs."""
+    """An entry of the lists of devices below; `least` is the smallest number of channels or columns it needs."""
 
     name: str
     family: str
@@ -57,9 +57,9 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ImageHome:
-    """The range of images at home, per channel `[1, C, 1, 1]`; `mean` and `fill` are parts of that range.
+    """Range of images at home, per channel `[1, C, 1, 1]`; `mean` and `fill` are relative to that range.
 
-    `fill` is the level of a uniform background and None where there is no such background.
+    `fill` is the level of a uniform background; None if the background is not uniform.
     """
 
     origin: Tensor
@@ -81,7 +81,7 @@ class ImageHome:
 
 @dataclass(frozen=True, eq=False)
 class SignalHome:
-    """Mean, deviation and largest swing (in deviations) of signals at home, per channel `[1, C, 1]`."""
+    """Mean, standard deviation and largest deviation (in standard deviations) of signals at home, `[1, C, 1]` each."""
 
     origin: Tensor
     scale: Tensor
@@ -98,9 +98,9 @@ class SignalHome:
 
 @dataclass(frozen=True, eq=False)
 class TableHome:
-    """Mean, deviation and quantiles (in deviations from the mean, `[QUANTILES, D]`) of each column at home.
+    """Mean, standard deviation and quantiles (standardised, `[QUANTILES, D]`) of each column at home.
 
-    `ordered` tells that neighbouring columns belong together, as in spectra.
+    `ordered` is true if neighbouring columns are related, as in spectra.
     """
 
     origin: Tensor
@@ -122,28 +122,28 @@ class TableHome:
 
 
 def _thin(values: Tensor) -> Tensor:
-    """Keep every k-th sample, as at least float32."""
+    """Keep every k-th sample, converted to at least float32."""
     kept = values[:: math.ceil(values.numel() / MAX_MEASURED_VALUES)]
     return kept.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def without_zeros(scale: Tensor) -> Tensor:
-    """Make a divisor of scales, of which constant channels and columns have zero."""
+    """Replace zeros, which constant channels and columns have, by ones, so that scales can be divisors."""
     return scale.where(scale > 0, 1.0)
 
 
 def _fixed(rng: torch.Generator) -> torch.Generator:
-    """Start a generator for what belongs to the device: on the CPU, so that every portion and machine has the same."""
+    """Return a CPU generator for the parameters of a device, equal for all chunks of data and on all machines."""
     return torch.Generator().manual_seed(rng.initial_seed())
 
 
 def _ranks(count: int, rng: torch.Generator) -> Tensor:
-    """Draw an order of `count` channels, columns or tiles, which belongs to the device."""
+    """Draw a random order of `count` channels, columns or tiles, as a parameter of the device."""
     return torch.randperm(count, generator=_fixed(rng))
 
 
 def _swap(values: Tensor, share: float, rng: torch.Generator) -> Tensor:
-    """Exchange a share of the places (at least two) along the last axis, one after another in a circle."""
+    """Cyclically permute a share of the positions (at least two) along the last axis."""
     order = _ranks(values.shape[-1], rng)
     moved = order[: max(2, round(share * len(order)))]
     places = torch.arange(len(order))
@@ -152,7 +152,7 @@ def _swap(values: Tensor, share: float, rng: torch.Generator) -> Tensor:
 
 
 def _smooth(values: Tensor, width: float) -> Tensor:
-    """Smooth along the last axis by a Gaussian of that deviation; ends are mirrored."""
+    """Smooth along the last axis by a Gaussian with standard deviation `width`; the ends are mirrored."""
     length = values.shape[-1]
     frequencies = torch.fft.rfftfreq(2 * length, device=values.device, dtype=values.dtype)
     response = torch.exp(-2 * (math.pi * width * frequencies) ** 2)
@@ -162,12 +162,12 @@ def _smooth(values: Tensor, width: float) -> Tensor:
 
 
 def _grow(least: float, most: float, strength: float) -> float:
-    """Grow from `least` to `most` by equal factors."""
+    """Interpolate geometrically from `least` to `most`."""
     return least * math.pow(max(least, most) / least, strength)
 
 
 def _places(values: Tensor) -> Tensor:
-    """Count 0, 1, 2, ... along the last axis."""
+    """Return the positions 0, 1, 2, ... along the last axis."""
     return torch.arange(values.shape[-1], device=values.device, dtype=values.dtype)
 
 
@@ -176,13 +176,13 @@ def _normal(values: Tensor, rng: torch.Generator) -> Tensor:
 
 
 def _phases(values: Tensor, rng: torch.Generator) -> Tensor:
-    """Draw an angle for each sample `[N, 1, ...]`."""
+    """Draw a random phase for each sample, `[N, 1, ...]`."""
     shape = (len(values), *(1 for _ in values.shape[1:]))
     return 2 * math.pi * torch.rand(shape, generator=rng, device=values.device, dtype=values.dtype)
 
 
 def _per_channel(values: Tensor, rng: torch.Generator) -> Tensor:
-    """Draw a normal number for each channel or column, which belongs to the device: `[1, C, ...]`."""
+    """Draw a normal number for each channel or column, `[1, C, ...]`, as a parameter of the device."""
     drawn = torch.randn(values.shape[1], generator=_fixed(rng)).to(values)
     return drawn.view(1, -1, *(1 for _ in values.shape[2:]))
 
@@ -191,12 +191,12 @@ def _per_channel(values: Tensor, rng: torch.Generator) -> Tensor:
 
 
 def brighten(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Flatten the response over a brighter black: gain 1 to 0.3, offset 0 to 0.65."""
+    """Raise the black level and flatten the response: gain 1 to 0.3, offset 0 to 0.65."""
     return unit * (1 - 0.7 * strength) + 0.65 * strength
 
 
 def darken(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Lose light, and what lies below the black level: gain 1 to 0.5, offset 0 to -0.3."""
+    """Lower the light, and clip below the black level: gain 1 to 0.5, offset 0 to -0.3."""
     return unit * (1 - 0.5 * strength) - 0.3 * strength
 
 
@@ -211,39 +211,39 @@ def inverse_gamma(unit: Tensor, strength: float, rng: torch.Generator, home: Ima
 
 
 def lose_contrast(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Draw levels together around the mean of the channel, down to 4 % of their distance."""
+    """Compress levels around the mean of the channel, down to 4 % of their distance."""
     mean = home.mean.to(unit)
     return mean + (unit - mean) * (1 - 0.96 * strength)
 
 
 def cast_colour(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Raise the first channel up to 1.9 times, lower the last down to a tenth, and those between accordingly."""
+    """Scale the first channel by up to 1.9 and the last down to 0.1, with factors between for the others."""
     gains = 1 + 0.9 * strength * torch.linspace(1, -1, unit.shape[1])
     return unit * gains.to(unit).view(1, -1, 1, 1)
 
 
 def mix_channels(values: Tensor, strength: float, rng: torch.Generator, home: Any) -> Tensor:
-    """Let each channel leak into the next, until every channel holds its neighbour."""
+    """Mix each channel with the next one, until each is replaced by its neighbour."""
     return torch.lerp(values, values.roll(1, dims=1), strength)
 
 
 def defocus(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Blur by a Gaussian of up to an eighth of the side."""
+    """Blur by a Gaussian with a standard deviation of up to an eighth of the side."""
     return gaussian_blur(unit, 0.12 * strength * _side(unit), truncate=3)
 
 
 def move(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Blur along the rows, by a Gaussian of up to a quarter of the side."""
+    """Blur along the rows by a Gaussian with a standard deviation of up to a quarter of the side."""
     return gaussian_blur(unit, 0.25 * strength * _side(unit), truncate=3, axes=(-1,))
 
 
 def sharpen(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Raise fine detail up to nine times."""
+    """Amplify fine detail up to nine times."""
     return unit + 8 * strength * _detail(unit)
 
 
 def keep_edges(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Replace the picture by its fine detail on grey."""
+    """Replace the image by its fine detail on grey."""
     return torch.lerp(unit, 0.5 + 2 * _detail(unit), strength)
 
 
@@ -253,7 +253,7 @@ def add_photon_noise(unit: Tensor, strength: float, rng: torch.Generator, home: 
 
 
 def compress(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Quantise blocks of 8 x 8 pixels as JPEG does, each channel by itself, in steps up to 100 times the standard's."""
+    """Quantise blocks of 8 x 8 pixels as JPEG does, per channel, with steps of up to 100 times the standard's."""
     height, width = unit.shape[-2:]
     padded = functional.pad(unit, (0, -width % 8, 0, -height % 8), mode="replicate") - 0.5
     blocks = padded.unflatten(-1, (-1, 8)).unflatten(-3, (-1, 8)).transpose(-2, -3)
@@ -268,29 +268,29 @@ def compress(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHom
 
 
 def lose_resolution(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Average down to a sixteenth of the pixels a side, or to three pixels if that is more."""
+    """Average down to a sixteenth of the side length, but at least three pixels."""
     side = _side(unit)
     return coarsen(unit, math.pow(min(1.0, max(3 / side, 1 / 16)), strength))
 
 
 def kill_pixels(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Stick up to 40 % of the pixels at black or white, and up to 40 % of the rows at black."""
+    """Set up to 40 % of the pixels to black or white, and up to 40 % of the rows to black."""
     return stick_pixels(unit, 0.4 * strength, 0.4 * strength, 1.0, _fixed(rng))
 
 
 def light_unevenly(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Lay a smooth gradient of random direction behind the picture."""
+    """Add a smooth gradient of random direction behind the image."""
     ramp = _ramp(unit, rng)
     return _lay_behind(unit, strength * (ramp - ramp.min()) / (ramp.max() - ramp.min()).clamp(min=1e-6), home)
 
 
 def lay_stripes(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Lay stripes of random direction behind the picture, four across the side."""
+    """Add stripes of random direction behind the image, four across its side."""
     return _lay_behind(unit, strength * (0.5 + 0.5 * torch.sin(4 * math.pi * _ramp(unit, rng))), home)
 
 
 def lay_texture(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Lay clouds behind the picture."""
+    """Add a cloud texture behind the image."""
     height, width = unit.shape[-2:]
     size = 1 << max(1, (max(height, width) - 1).bit_length())
     clouds = plasma(1, size, 1.3, _fixed(rng))[0, :height, :width]
@@ -298,13 +298,13 @@ def lay_texture(unit: Tensor, strength: float, rng: torch.Generator, home: Image
 
 
 def translate(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Move the picture in a random direction, by up to 40 % of its side."""
+    """Shift the image in a random direction, by up to 40 % of its side."""
     angle = 2 * math.pi * float(torch.rand((), generator=_fixed(rng)))
     return _warp(unit, home, ((1, 0, 0.8 * strength * math.cos(angle)), (0, 1, 0.8 * strength * math.sin(angle))))
 
 
 def rotate(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Turn the picture to one side, by up to 90 degrees."""
+    """Rotate the image in one direction, by up to 90 degrees."""
     sign = 1 if torch.rand((), generator=_fixed(rng)) < 0.5 else -1
     angle, aspect = sign * strength * math.pi / 2, unit.shape[-2] / unit.shape[-1]
     cos, sin = math.cos(angle), math.sin(angle)
@@ -312,13 +312,13 @@ def rotate(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome)
 
 
 def shrink(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Shrink the picture down to 35 % of its side."""
+    """Shrink the image down to 35 % of its side."""
     factor = 1 / (1 - 0.65 * strength)
     return _warp(unit, home, ((factor, 0, 0), (0, factor, 0)))
 
 
 def enlarge(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Enlarge the picture up to 2.5 times; what leaves the frame is lost."""
+    """Enlarge the image up to 2.5 times, cropped to its frame."""
     factor = 1 / (1 + 1.5 * strength)
     return _warp(unit, home, ((factor, 0, 0), (0, factor, 0)))
 
@@ -337,14 +337,14 @@ def _detail(unit: Tensor) -> Tensor:
 
 
 def _ramp(unit: Tensor, rng: torch.Generator) -> Tensor:
-    """Rise in a random direction, by 2 over the side of the picture: `[H, W]`."""
+    """Return a linear ramp in a random direction, `[H, W]`, that rises by 2 over the side of the image."""
     angle = 2 * math.pi * float(torch.rand((), generator=_fixed(rng)))
     rows, columns = (torch.arange(side).to(unit) * (2 / _side(unit)) for side in unit.shape[-2:])
     return rows[:, None] * math.sin(angle) + columns * math.cos(angle)
 
 
 def _lay_behind(unit: Tensor, pattern: Tensor, home: ImageHome) -> Tensor:
-    """Let light shine through dark pictures and shade fall on bright ones, so that objects stay in front."""
+    """Add a pattern to the background: light on dark backgrounds, shade on bright ones; objects stay in front."""
     pattern = 0.9 * pattern
     return unit * (1 - pattern) if home.mean.mean() > 0.5 else unit + pattern * (1 - unit)
 
@@ -373,84 +373,84 @@ def attenuate(values: Tensor, strength: float, rng: torch.Generator, home: Any) 
 
 
 def offset_channels(values: Tensor, strength: float, rng: torch.Generator, home: Any) -> Tensor:
-    """Move each channel or column up or down by its own amount, three deviations on average at most."""
+    """Shift each channel or column by its own random offset, with a scale of up to three standard deviations."""
     drawn = _per_channel(values, rng)
     return values + 3 * strength * drawn / drawn.abs().mean()
 
 
 def offset_all(values: Tensor, strength: float, rng: torch.Generator, home: Any) -> Tensor:
-    """Move all channels or columns up by the same number of deviations, at most three."""
+    """Shift all channels or columns up by the same amount, up to three standard deviations."""
     return values + 3 * strength
 
 
 def add_noise(values: Tensor, strength: float, rng: torch.Generator, home: Any) -> Tensor:
-    """Add white noise of up to three deviations."""
+    """Add white noise with a standard deviation of up to three."""
     return values + 3 * strength * _normal(values, rng)
 
 
 def quantise(values: Tensor, strength: float, rng: torch.Generator, home: Any) -> Tensor:
-    """Round to steps of up to four deviations."""
+    """Round to steps of up to four standard deviations."""
     step = _grow(0.02, 4, strength)
     return (values / step).round() * step
 
 
 def kill_channels(values: Tensor, strength: float, rng: torch.Generator, home: Any) -> Tensor:
-    """Fade one channel or column after another to its mean, up to four fifths of all."""
+    """Fade channels or columns to their means one after another, up to 80 % of them."""
     count = values.shape[1]
     dead = (0.8 * strength * count - _ranks(count, rng)).clamp(0, 1).to(values)
     return values * (1 - dead).view(1, -1, *(1 for _ in values.shape[2:]))
 
 
 def wander(signals: Tensor, strength: float, rng: torch.Generator, home: SignalHome) -> Tensor:
-    """Let the baseline wander: a slow wave of random phase, up to four deviations high."""
+    """Add a slow baseline wave of random phase, with an amplitude of up to four standard deviations."""
     time = _places(signals) / signals.shape[-1]
     return signals + 4 * strength * torch.sin(2 * math.pi * time + _phases(signals, rng))
 
 
 def smooth(signals: Tensor, strength: float, rng: torch.Generator, home: SignalHome) -> Tensor:
-    """Smooth by a Gaussian of 0.2 samples up to 8 % of the length."""
+    """Smooth by a Gaussian with a standard deviation of 0.2 samples up to 8 % of the length."""
     return _smooth(signals, _grow(0.2, 0.08 * signals.shape[-1], strength))
 
 
 def tick_fast(signals: Tensor, strength: float, rng: torch.Generator, home: SignalHome) -> Tensor:
-    """Sample with a clock up to three times as fast: the signal is stretched and its end is not seen."""
+    """Resample as with a clock up to three times as fast: the signal is stretched and its end cut off."""
     return sample_linear(signals, _places(signals) / math.pow(3, strength))
 
 
 def clip(signals: Tensor, strength: float, rng: torch.Generator, home: SignalHome) -> Tensor:
-    """Cut what swings beyond a limit, from the largest swing at home down to a tenth of a deviation."""
+    """Clip at a limit, from the largest deviation at home down to a tenth of a standard deviation."""
     peak = home.peak.to(signals)
     limit = peak * (0.1 / peak.clamp(min=0.1)) ** strength
     return signals.clamp(-limit, limit)
 
 
 def delay(signals: Tensor, strength: float, rng: torch.Generator, home: SignalHome) -> Tensor:
-    """Delay by up to 60 % of the length; the first value is repeated before."""
+    """Delay by up to 60 % of the length, repeating the first value."""
     return _slide(signals, 0.6 * strength * signals.shape[-1])
 
 
 def hum(signals: Tensor, strength: float, rng: torch.Generator, home: SignalHome) -> Tensor:
-    """Add a tone of random phase and up to four deviations, at 5 to 15 % of the sampling rate."""
+    """Add a tone of random phase, up to four standard deviations high, at 5 to 15 % of the sampling rate."""
     frequency = 0.05 + 0.1 * float(torch.rand((), generator=_fixed(rng)))
     return signals + 4 * strength * torch.sin(2 * math.pi * frequency * _places(signals) + _phases(signals, rng))
 
 
 def drop_out(signals: Tensor, strength: float, rng: torch.Generator, home: SignalHome) -> Tensor:
-    """Lose up to 80 % of the time in twentieths, which stay at the mean; other ones in each sample."""
+    """Replace up to 80 % of the twentieths of a signal by its mean; other ones in each sample."""
     lost = torch.rand(len(signals), 1, 20, generator=rng, device=signals.device) < 0.8 * strength
     length = signals.shape[-1]
     return signals.masked_fill(lost[..., torch.arange(length, device=signals.device) * 20 // length], 0.0)
 
 
 def turn_phase(signals: Tensor, strength: float, rng: torch.Generator, home: SignalHome) -> Tensor:
-    """Turn the phase of all frequencies, up to inverted polarity."""
+    """Rotate the phase of all frequencies, up to inverted polarity."""
     turned = torch.fft.rfft(signals) * cmath.exp(1j * math.pi * strength)
     result: Tensor = torch.fft.irfft(turned, n=signals.shape[-1])
     return result
 
 
 def keep_changes(signals: Tensor, strength: float, rng: torch.Generator, home: SignalHome) -> Tensor:
-    """Remove all that is slower than a fiftieth of the length."""
+    """Remove components slower than a fiftieth of the length."""
     return signals - strength * _smooth(signals, max(1.0, 0.02 * signals.shape[-1]))
 
 
@@ -462,18 +462,18 @@ def _slide(values: Tensor, distance: float) -> Tensor:
 
 
 def amplify_columns(table: Tensor, strength: float, rng: torch.Generator, home: TableHome) -> Tensor:
-    """Change the gain of each column about its mean by its own factor, typically up to seven times."""
+    """Scale each column about its mean by a random factor, typically up to seven."""
     return table * torch.exp(2 * strength * _per_channel(table, rng))
 
 
 def warp(table: Tensor, strength: float, rng: torch.Generator, home: TableHome) -> Tensor:
-    """Bend the response of each column: powers of the standardised value, from a quarter to four."""
+    """Bend the response of each column: raise the standardised value to a power from 1/4 to 4."""
     powers = torch.exp(strength * math.log(4) * _per_channel(table, rng).clamp(-1, 1))
     return table.sign() * table.abs() ** powers
 
 
 def bend_baseline(table: Tensor, strength: float, rng: torch.Generator, home: TableHome) -> Tensor:
-    """Add a smooth curve along the columns, up to four deviations high and of another height in each sample."""
+    """Add a smooth curve along the columns, up to four standard deviations high, with a random height per sample."""
     phase = 2 * math.pi * float(torch.rand((), generator=_fixed(rng)))
     curve = torch.sin(1.5 * math.pi * _places(table) / table.shape[-1] + phase)
     height = 0.5 + torch.rand(len(table), 1, generator=rng, device=table.device)
@@ -481,49 +481,49 @@ def bend_baseline(table: Tensor, strength: float, rng: torch.Generator, home: Ta
 
 
 def smooth_columns(table: Tensor, strength: float, rng: torch.Generator, home: TableHome) -> Tensor:
-    """Smooth along the columns by a Gaussian of 0.2 columns up to a tenth of all."""
+    """Smooth along the columns by a Gaussian with a standard deviation of 0.2 columns up to 10 % of all columns."""
     width = _grow(0.2, max(1.5, 0.1 * table.shape[-1]), strength)
     return _along_columns(table, home, lambda values: _smooth(values, width))
 
 
 def leak(table: Tensor, strength: float, rng: torch.Generator, home: TableHome) -> Tensor:
-    """Replace each column by the mean of its neighbours, up to fully."""
+    """Mix each column with the mean of its neighbours, until replaced by it."""
     return torch.lerp(table, (table.roll(1, -1) + table.roll(-1, -1)) / 2, strength)
 
 
 def clip_columns(table: Tensor, strength: float, rng: torch.Generator, home: TableHome) -> Tensor:
-    """Cut each column at a quantile of home, from the greatest value down to the fifth percentile."""
+    """Clip each column at a quantile of home, from the maximum down to the fifth percentile."""
     rank = torch.full((1,), (1 - 0.95 * strength) * (QUANTILES - 1), device=table.device)
     limits = sample_linear(home.quantiles.to(table).T, rank)
     return torch.minimum(table, limits.T)
 
 
 def slide_columns(table: Tensor, strength: float, rng: torch.Generator, home: TableHome) -> Tensor:
-    """Slide along the columns by up to a fifth of all, or two columns if that is more."""
+    """Shift along the columns by up to a fifth of them, at least two."""
     distance = strength * max(2.0, 0.2 * table.shape[-1])
     return _along_columns(table, home, lambda values: _slide(values, distance))
 
 
 def invert_columns(table: Tensor, strength: float, rng: torch.Generator, home: TableHome) -> Tensor:
-    """Mirror one column after another at its mean, up to all."""
+    """Mirror columns at their means one after another, up to all of them."""
     count = table.shape[1]
     return table * (1 - 2 * (strength * count - _ranks(count, rng)).clamp(0, 1).to(table))
 
 
 def shuffle_columns(table: Tensor, strength: float, rng: torch.Generator, home: TableHome) -> Tensor:
-    """Exchange up to all of the columns, in deviations from their means."""
+    """Permute up to all columns, in standardised units."""
     return _swap(table, strength, rng)
 
 
 def _along_columns(table: Tensor, home: TableHome, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Change a spectrum as it was measured, mean and all, and other tables in deviations, which are comparable."""
+    """Apply a change along the columns: to spectra in their own units, to other tables in standardised units."""
     if not home.ordered:
         return change(table)
     origin, scale = home.origin.to(table), home.scale.to(table)
     return (change(table * scale + origin) - origin) / without_zeros(scale)
 
 
-# A battery takes families in this order, so those without which an estimate goes wrong come first.
+# A battery uses families in this order, so those that matter most for estimates come first.
 IMAGE_DEVICES = (
     Entry("brighter", "levels", brighten),
     Entry("darker", "levels", darken),

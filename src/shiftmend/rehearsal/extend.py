@@ -1,4 +1,4 @@
-"""Extending a rehearsal: what has to be the same, which candidates are missing, and how new cells join the old ones."""
+"""Extending a rehearsal: check that settings agree, find the missing candidates, and join the results."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from shiftmend.utils.json import dumps
 from shiftmend.utils.tensor_tree import Inputs
 
 SAME_SCORE = 0.02
-"""Difference between scores of the untouched model on one shift that rounding on another machine may bring: in
-accuracy, or relative to an error."""
+"""Tolerated difference between scores of the untouched model on another machine, due to rounding: in accuracy, or
+relative to an error.
+"""
 AGREEMENT = "agreement with "
 
 
 def check_settings(record: Rehearsal, settings: Mapping[str, Any]) -> None:
-    """Refuse data and options that are not those of the stored rehearsal."""
+    """Refuse data and options that differ from those of the stored rehearsal."""
     words = {"home_sha256": "the home data", "seed": "the seed", "batch_size": "the batch size"}
     for name, value in settings.items():
         if dumps(value) != dumps(record.settings.get(name)):
@@ -31,15 +32,18 @@ def check_settings(record: Rehearsal, settings: Mapping[str, Any]) -> None:
 
 
 def find_missing(record: Rehearsal, methods: Mapping[str, Method]) -> dict[str, Method]:
-    """Return the candidates that the rehearsal lacks; refuse those that it has with other hyper-parameters."""
+    """Return the candidates that the rehearsal lacks; refuse stored candidates with other hyper-parameters."""
     for method in methods.values():
         if different := record.find_differences(describe_method(method)):
-            raise DataError(f"Expected the candidates of the stored rehearsal, but {different[0]}. Leave extend out.")
+            raise DataError(
+                f"Expected the candidates of the stored rehearsal, but {different[0]}. Leave extend out to rehearse "
+                "anew."
+            )
     return {name: method for name, method in methods.items() if name not in record.candidates}
 
 
 def plan_again(record: Rehearsal, inputs: Inputs, battery: Any) -> list[PlannedShift]:
-    """Return the shifts of the stored rehearsal, at their strengths."""
+    """Return the shifts of the stored rehearsal at their strengths."""
     if battery is None:
         devices = {(one.name, one.family): one for one in list_devices(inputs)}
         known = [shift for shift in record.shifts[1:] if (shift.name, shift.family) in devices]
@@ -49,12 +53,14 @@ def plan_again(record: Rehearsal, inputs: Inputs, battery: Any) -> list[PlannedS
     names = [RehearsedShift(one.name, one.family, float(one.strength)) for one in planned]
     if tuple(names) != record.shifts[1:]:
         first = next((shift.name for shift in record.shifts[1:] if shift not in names), "no more")
-        raise DataError(f"Expected the battery of the stored rehearsal, which has {first!r}. Pass the same battery=.")
+        raise DataError(
+            f"Expected the battery of the stored rehearsal, which has {first!r}, got another. Pass the same battery=."
+        )
     return planned
 
 
 def start_record(record: Rehearsal, missing: Mapping[str, Method]) -> Rehearsal:
-    """Return a record of the same home for the untouched model and the missing candidates."""
+    """Return a copy of the record's facts about home, for the untouched model and the missing candidates only."""
     names = (UNTOUCHED, *missing)
     signals = [name for name in record.signals if not name.startswith(AGREEMENT)]
     return replace(
@@ -67,7 +73,7 @@ def start_record(record: Rehearsal, missing: Mapping[str, Method]) -> Rehearsal:
 
 
 def check_score(record: Rehearsal, shift: int, size: int, score: float) -> None:
-    """Refuse a cell in which the untouched model has another score than was stored."""
+    """Refuse a cell in which the score of the untouched model differs from the stored one."""
     known = float(record.scores[shift, size, 0])
     if not abs(score - known) <= SAME_SCORE * (1.0 if record.task == "classes" else max(abs(known), 1e-12)):
         told, stored = (format_score(one, record.task) for one in (score, known))
@@ -81,15 +87,15 @@ def check_score(record: Rehearsal, shift: int, size: int, score: float) -> None:
 def join(old: Rehearsal, new: Rehearsal) -> Rehearsal:
     """Add new candidates to a rehearsal.
 
-    The answers of earlier candidates are not stored, so their agreement with new ones is not known, and no map is made
-    from it. That of the untouched model is known.
+    Predictions of earlier candidates are not stored, so their agreement with new candidates is unknown and no map is
+    fitted to it. Only the agreement with the untouched model is known.
 
     Args:
         old: The stored rehearsal.
-        new: A record of the same shifts, by the untouched model and new candidates.
+        new: A record of the same shifts, for the untouched model and new candidates.
 
     Returns:
-        A record whose estimates are not made yet.
+        A record without estimates, which have to be computed anew.
     """
     added = new.candidates[1:]
     signals = (*old.signals, *(name for name in new.signals if name not in old.signals))

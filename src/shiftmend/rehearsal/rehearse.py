@@ -1,4 +1,4 @@
-"""`rehearse`: simulate devices at home, adapt to each as a site would, and store what its signals told of its score."""
+"""`rehearse`: simulate devices at home, adapt to each, and store how label-free signals relate to the true score."""
 
 from __future__ import annotations
 
@@ -77,31 +77,33 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_SHIFTS = 12
 QUICK_SHIFTS = 9
-"""Shifts of a quick rehearsal: with the unshifted data, the fewest that a 90 % interval can be had from."""
+"""Shifts of a quick rehearsal. With the unshifted data, they are the fewest that allow a 90 % interval."""
 SMALL_SIZE = 300
-"""Samples of the small size: about what a site with few samples has."""
+"""Sample size of a site with few samples."""
 MAX_SAMPLES = 10_000
-"""Home samples that are rehearsed with at most."""
+"""Largest number of home samples that a rehearsal uses."""
 MIN_SAMPLES = 40
-"""Home samples that are rehearsed with at least. So few choose among candidates; intervals are rarely worth telling."""
+"""Smallest number of home samples. So few suffice to choose among candidates, but rarely for a useful interval."""
 MIN_SMALL_SIZE = 50
-"""Samples of the small size at least; with fewer home samples than three times as many, there is one size."""
+"""Smallest value of the small size. With fewer than three times as many home samples, there is only one size."""
 PLANNING_SAMPLES = 1000
-"""Samples on which strengths are searched, by forward passes of the untouched model."""
+"""Number of samples for the search of strengths, which runs the untouched model only."""
 SMALL_DRAWS, HALF_DRAWS = 20, 10
-"""Draws of unshifted data that show how signals vary at home: of the small size, and of half of all."""
+"""Random draws of unshifted data that show how signals vary at home: of the small size, and of half of all samples."""
 QUICK_CANDIDATES = tuple(name for name in CANDIDATES if not METHODS[name].slow)
 UNLABELLED_SHARE = 0.9
-"""Without labels every clean answer counts as right. Thresholds are then set so that this share lies above them."""
+"""Share of samples above the confidence threshold if home data have no labels, since then all predictions count as
+correct."""
 SUSPICIOUSLY_CLOSE = 0.4
-"""Share of the divergence that chance alone gives, below which home data look like those of the profile itself."""
+"""Divergence relative to its floor below which home data look like the data of the profile itself."""
 TOO_GOOD = 0.9995
-"""Accuracy from which on held-out data look trained on, if there are many."""
+"""Accuracy above which held-out data look like training data, if there are many samples."""
 MAX_CLASS_BYTES = 192 << 10
-"""Bytes that histograms of single classes may take, so that a profile stays below 256 KiB."""
+"""Largest size of the histograms per class, so that a profile stays below 256 KiB."""
 MAX_SHARE_OF_ONE = 0.25
-"""Share of the squared error at home that one sample may make. One tablet in 100 made 40 to 48 % of it between
-two spectrometers, and home looked 30 to 40 % worse than without that tablet."""
+"""Largest share of the squared error at home that a single sample may cause. One tablet in 100 caused 40 to 48 % of it
+between two spectrometers, and made the error at home look 30 to 40 % larger.
+"""
 FILE_FORMAT = "shiftmend rehearsal"
 SITE = -1
 """Stands for the size of a cell that is a site of other class shares."""
@@ -133,21 +135,21 @@ def rehearse(
     executor: Executor | None = None,
     progress: Progress = None,
 ) -> Profile:
-    """Rehearse at home what a site will do, so that the site can tell its accuracy without labels.
+    """Rehearse adaptations at home, so that a site can estimate its accuracy without labels.
 
-    Held-out home data is sent through a dozen simulated devices. To each, the model is adapted by every candidate of
-    `adapt`, as a site would do it. Which label-free signals went with which score is stored in the profile. With
-    labels, the score is the accuracy (or the error of a regression). Without labels it is the agreement with the
-    model's own answers to the clean inputs.
+    Held-out home data are passed through a dozen simulated devices. For each device, every candidate of `adapt` adapts
+    the model, as it would at a site. The profile stores how the label-free signals relate to the score. With labels,
+    the score is the accuracy (or the error of a regression). Without labels, it is the agreement with the model's own
+    predictions on the clean inputs.
 
     Rehearsing takes about as long as fifteen adaptations. Pass the same options as the site will pass to `adapt`.
 
     Args:
         model: The model that was profiled.
-        home: Held-out home data, of inputs or of (inputs, labels). The model must not have been trained on it.
-        profile: The profile of the model, or the name of its file. It stays as it is.
-        battery: Functions of your own from inputs to inputs, each a simulated device; a dict names them. By default
-            images, signals `[N, C, L]` and tables `[N, D]` have devices of their kind.
+        home: Held-out home data, as inputs or (inputs, labels). The model must not have been trained on them.
+        profile: The profile of the model, or the path of its file. It is not changed.
+        battery: Your own simulated devices: functions from inputs to inputs, as a list or a dict by name. By default,
+            there are devices for images, signals `[N, C, L]` and tables `[N, D]`.
         shifts: Number of simulated shifts; 12, or 9 if `quick`.
         candidates: Methods to rehearse. By default those of `adapt`.
         extend: Keep the rehearsal that the profile holds, and add the candidates that it lacks. Data, battery and
@@ -161,16 +163,16 @@ def rehearse(
         preprocess: Called with each batch on the device, before the model. Simulated devices change what comes before.
         blocks: Blocks of BUFR, as for `adapt`.
         output: Entry of a tuple or dict that is the model's output.
-        ignore_label: A label that counts in no score.
-        device: Where to compute.
+        ignore_label: Label of samples that no score counts.
+        device: Device to compute on.
         autocast: As for `adapt`.
-        seed: Decides draws of samples and simulated devices.
-        checkpoint: A file. A rehearsal that was killed goes on from it.
-        executor: Runs shifts in parallel, e.g. `concurrent.futures.ProcessPoolExecutor(4)`.
-        progress: True shows a progress bar, False does not, None does so on a terminal.
+        seed: Seed of the drawn samples and simulated devices.
+        checkpoint: Path of a checkpoint file. A rehearsal that was killed resumes from this file.
+        executor: Executor that runs shifts in parallel, e.g. `concurrent.futures.ProcessPoolExecutor(4)`.
+        progress: Whether to show a progress bar; None shows one on a terminal only.
 
     Returns:
-        A new profile with `rehearsal`; `print(profile.rehearsal)` shows what was learnt.
+        A new profile with the attribute `rehearsal`; `print(profile.rehearsal)` shows a summary.
 
     Raises:
         ShiftmendError: If the model, the data, the profile or an option cannot be used.
@@ -209,7 +211,7 @@ def rehearse(
     )
     number = (QUICK_SHIFTS if quick else DEFAULT_SHIFTS) if shifts is None else shifts
     if not is_whole(number) or number < 1:
-        raise DataError(f"shifts must be a whole number of at least 1, got {brief(shifts)}")
+        raise DataError(f"Expected shifts to be a whole number of at least 1, got {brief(shifts)}.")
     world = _Home.open(model, home, profile, settings, ignore_label)
     if candidates is None:
         candidates = choose_usual(QUICK_CANDIDATES if quick else CANDIDATES, profile)
@@ -252,7 +254,7 @@ def _extend(
     executor: Executor | None,
     progress: Progress,
 ) -> Profile:
-    """Rehearse the candidates that a stored rehearsal lacks, and join them to it."""
+    """Rehearse the candidates that a stored rehearsal lacks, and add them to it."""
     record = world.profile.rehearsal
     if record is None:
         raise DataError("Expected a rehearsed profile to extend, got one without a rehearsal. Leave extend out.")
@@ -276,10 +278,10 @@ def _extend(
 
 
 def choose_sizes(samples: int, site_size: int | None, quick: bool) -> tuple[int, ...]:
-    """Return the sample sizes to rehearse, ascending."""
+    """Return the sample sizes to rehearse, in ascending order."""
     if site_size is not None:
         if not is_whole(site_size) or not site_size >= 2:
-            raise DataError(f"site_size must be a whole number of at least 2, got {brief(site_size)}")
+            raise DataError(f"Expected site_size to be a whole number of at least 2, got {brief(site_size)}.")
         return (min(int(site_size), samples),)
     small = min(SMALL_SIZE, samples // 3)
     return (samples,) if quick or small < MIN_SMALL_SIZE else (small, samples)
@@ -287,7 +289,7 @@ def choose_sizes(samples: int, site_size: int | None, quick: bool) -> tuple[int,
 
 @dataclass(frozen=True, eq=False)
 class _Home:
-    """The model with its held-out home data."""
+    """A model with its held-out home data."""
 
     model: nn.Module
     profile: Profile
@@ -304,7 +306,7 @@ class _Home:
 
     @staticmethod
     def open(model: nn.Module, home: Any, profile: Profile, settings: Settings, ignore_label: int | None) -> _Home:
-        """Read home data into memory; without labels, the model's own clean answers stand in for them."""
+        """Load home data into memory. Without labels, the model's own predictions on clean inputs replace them."""
         place = resolve_device(settings.device)
         feed = Feed(
             home,
@@ -315,9 +317,11 @@ class _Home:
             what="home data",
         )
         if feed.inputs is None:
-            raise DataError("Expected home data of one shape that fits into memory; try a few thousand samples of it.")
+            raise DataError(
+                "Expected home data of one shape that fits into memory, got others. Try a few thousand samples."
+            )
         if feed.samples < MIN_SAMPLES:
-            raise DataError(f"Expected at least {MIN_SAMPLES} samples of home data, got {feed.samples}; add some.")
+            raise DataError(f"Expected at least {MIN_SAMPLES} samples of home data, got {feed.samples}. Add some.")
         inputs, labels = feed.inputs, feed.labels
         if len(inputs) > MAX_SAMPLES:
             chosen = random_order(len(inputs), settings.seed)[:MAX_SAMPLES].sort().values
@@ -331,12 +335,12 @@ class _Home:
         return _Home(model, profile, inputs, labels, labelled, task, settings, ignore_label)
 
     def feed(self, inputs: Inputs) -> Feed:
-        """Return inputs as a feed with the options of the rehearsal."""
+        """Make a feed of inputs with the options of the rehearsal."""
         own = self.settings
         return Feed(inputs, batch_size=own.batch_size, device=resolve_device(own.device), preprocess=own.preprocess)
 
     def draw(self, size: int, number: int) -> Tensor:
-        """Return the places of a random draw of samples, in order."""
+        """Draw random sample indices, and return them sorted."""
         if size >= self.samples:
             return torch.arange(self.samples)
         return random_order(self.samples, self.settings.seed + 7919 * (number + 1))[:size].sort().values
@@ -355,7 +359,7 @@ class _Home:
         return found.accuracy if isinstance(found, Scores) else found.root_mean_square_error
 
     def begin(self, methods: Mapping[str, Method], sizes: tuple[int, ...], *, per_class: bool) -> tuple[Rehearsal, str]:
-        """Return a record of home without any shift, and a remark on the data if there is one."""
+        """Start a record with the unshifted data only; also return a remark on the data, or ""."""
         place = resolve_device(self.settings.device)
         everything = self.feed(self.inputs)
 
@@ -426,7 +430,7 @@ class _Home:
         )
 
     def _count_by_class(self, classes: int) -> dict[str, Tensor]:
-        """Return histograms of each true class, as `Rehearsal.by_class` holds them; empty if they are too large."""
+        """Count histograms per true class in the form of `Rehearsal.by_class`; return {} if they are too large."""
         profile = self.profile.to(resolve_device(self.settings.device))
         slices = profile.slices["verification"]
         whole = {name: profile.taps[name] for name in VERIFIED} | {"slices": slices.histogram}
@@ -456,7 +460,7 @@ class _Home:
         return {name: (255 * one / largest[name]).round().byte() for name, one in counts.items()}
 
     def list_settings(self) -> dict[str, Any]:
-        """Return the options and the data that a rehearsal depends on."""
+        """Return the options and the fingerprint of the data that a rehearsal depends on."""
         return {
             "batch_size": self.settings.batch_size,
             "autocast": str(self.settings.autocast),
@@ -465,13 +469,13 @@ class _Home:
         }
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 over home inputs and labels."""
+        """Return the SHA-256 of home inputs and labels."""
         both = fingerprints.digest(self.inputs) + fingerprints.digest(self.labels)
         return hashlib.sha256(both.encode()).hexdigest()
 
     def _find_remark(self, reading: Reading, score: float) -> str:
-        """Say so if the data look like those that the model was trained on or profiled with."""
-        # Where each input has many positions, chance is less than the floor, which counts inputs.
+        """Return a remark if the data look like those the model was trained on or profiled with."""
+        # With many positions per input, sampling noise is below the floor, which is computed from the number of inputs.
         by_input = self.profile.taps["features"].samples == self.profile.inputs_seen
         if by_input and reading.verification.divergence < SUSPICIOUSLY_CLOSE * reading.verification.floor:
             return "the home data look like those of the profile itself; use held-out data, or estimates are too high"
@@ -484,7 +488,7 @@ class _Home:
         return ""
 
     def _square_errors(self, reading: Reading) -> Tensor | None:
-        """Return the squared error of each sample, `[N]`; None for maps, and where there is no error at all."""
+        """Return the squared error of each sample, `[N]`; None for maps, or if all errors are zero."""
         labels = self.labels.double().cpu()
         if not self.labelled or labels.numel() != reading.outputs.numel():
             return None
@@ -492,19 +496,19 @@ class _Home:
         return squares if bool(squares.sum() > 0) else None
 
     def _watch_unshifted(self, record: Rehearsal, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Return mean and deviation of the untouched model's signals on unshifted data of each size, `[S, G]`."""
+        """Return mean and deviation of the untouched model's signals on unshifted data, for each size: `[S, G]`."""
         means, deviations = [], []
         skew = record.signals.index("skew")
         for size in sizes:
             whole = size >= self.samples
             draws, each = (HALF_DRAWS, max(2, self.samples // 2)) if whole else (SMALL_DRAWS, size)
             rows = torch.stack([self._read_row(record, self.draw(each, 100 + draw)) for draw in range(draws)])
-            # Half of the samples, drawn without replacement, vary as much as all of them do between sites.
+            # Halves drawn without replacement vary as much as samples of the full size do between sites.
             mean = self._read_row(record, self.draw(size, 0)) if whole else rows.mean(0)
             means.append(mean)
             deviations.append(rows.std(0))
             if self.task == "classes":
-                # Draws compare with the shares of the very samples that they are drawn from. A site does not.
+                # Draws share the class shares of the samples they come from. Data of a site do not.
                 means[-1][skew] = 0.0
                 deviations[-1][skew] = predictions.skew_by_chance(record.shares, size, self.samples)[1]
         return torch.stack(means).float(), torch.stack(deviations).float()
@@ -523,7 +527,7 @@ class _Home:
         assert isinstance(inputs, Tensor), "`list_devices` refuses several inputs"
         sign, ruined = 1.0, None
         if self.task == "quantities":
-            # A model that always gives the mean is of no use; errors beyond count as ruin.
+            # A model that always predicts the mean is useless, so larger errors count as equal to its error.
             sign, ruined = -1.0, -float(labels.double().std())
         return plan_battery(
             inputs,
@@ -536,13 +540,13 @@ class _Home:
 
 
 def as_row(record: Rehearsal, signals: Mapping[str, float]) -> Tensor:
-    """Return signals in the order of the record, `[G]`; NaN where there is none, or none that is finite."""
+    """Return signals as a row in the order of the record, `[G]`; NaN if a signal is missing or not finite."""
     values = [signals.get(name, math.nan) for name in record.signals]
     return torch.tensor([value if math.isfinite(value) else math.nan for value in values], dtype=torch.float64)
 
 
 def _answer(model: nn.Module, feed: Feed, output: Entry) -> Tensor:
-    """Return the model's own answers: classes, or the quantities themselves."""
+    """Return the model's own predictions: classes, or the quantities themselves."""
     parts: list[Tensor] = []
 
     def keep(seen: Observation) -> None:
@@ -556,7 +560,7 @@ def _answer(model: nn.Module, feed: Feed, output: Entry) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """One simulated shift at one size; everything that another process needs to run it."""
+    """One simulated shift at one sample size, with everything that another process needs to run it."""
 
     home: _Home
     record: Rehearsal
@@ -608,7 +612,7 @@ def _look_at_shares(task: AdaptationTask, trial: Trial, record: Rehearsal) -> di
 
 
 class _Jobs:
-    """All cells of a rehearsal: which are there already, which have to be run, and where they are kept."""
+    """All cells of a rehearsal: finished ones, missing ones, and the file that stores them."""
 
     def __init__(
         self,
@@ -643,7 +647,7 @@ class _Jobs:
 
     @property
     def identity(self) -> str:
-        """Name of everything that decides how the rehearsal goes."""
+        """Hash of everything that determines the rehearsal."""
         record = self.record
         facts = {
             "weights": fingerprints.weights(self.home.model),
@@ -656,7 +660,7 @@ class _Jobs:
         return hashlib.sha256(dumps(facts).encode()).hexdigest()
 
     def _load(self) -> dict[str, Cell]:
-        """Take up the cells of a killed rehearsal."""
+        """Load the cells of an interrupted rehearsal from the checkpoint."""
         if self.path is None or not self.path.exists():
             return {}
         try:
@@ -664,9 +668,15 @@ class _Jobs:
             cells: dict[str, Cell] = found["cells"]
             known = found["format"] == FILE_FORMAT and found["identity"] == self.identity
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ShiftmendError(f"{self.path} is no checkpoint of a rehearsal; remove it, or name another.") from error
+            raise ShiftmendError(
+                f"Expected a checkpoint of a rehearsal, got {self.path}, which is none. Remove it, or name another "
+                "file."
+            ) from error
         if not known:
-            raise ShiftmendError(f"{self.path} belongs to another rehearsal; remove it, or name another checkpoint.")
+            raise ShiftmendError(
+                f"Expected a checkpoint of this rehearsal, got {self.path}, which belongs to another. Remove it, or "
+                "name another file."
+            )
         return cells
 
     def _save(self) -> None:
@@ -694,7 +704,7 @@ class _Jobs:
         return self.cells
 
     def score_untouched(self) -> Iterator[tuple[tuple[int, int], float]]:
-        """Score the untouched model in each cell, by forward passes alone."""
+        """Score the untouched model in each cell, without adapting."""
         with on_device(self.home.model, resolve_device(self.home.settings.device)):
             for place in self._places():
                 job = self._make_job(*place)
@@ -749,7 +759,7 @@ class _Jobs:
         return judge_sites(estimator, pairs, free)
 
     def assemble(self, cells: Mapping[str, Cell]) -> Rehearsal:
-        """Put all cells into a record: NaN where a candidate failed, and without candidates that mostly failed.
+        """Combine all cells into a record; failed cells are NaN, and candidates that mostly failed are left out.
 
         Raises:
             DataError: If the untouched model has no score for a shift.
@@ -759,7 +769,8 @@ class _Jobs:
         if failures[UNTOUCHED]:
             unscored = record.shifts[failures[UNTOUCHED][0][0]].name
             raise DataError(
-                f"Expected a score of the untouched model for each shift, got none for {unscored}; leave it out."
+                f"Expected a score of the untouched model for each shift, got none for {unscored}. Leave that shift "
+                "out."
             )
         names = [name for name, failed in failures.items() if self._is_usable(failed)]
         for name, failed in failures.items():
@@ -789,7 +800,7 @@ class _Jobs:
         return [place for place in self._places() if not _has_score(cells[_key(*place)], name)]
 
     def _is_usable(self, failed: Sequence[tuple[int, int]]) -> bool:
-        """Return whether a candidate got through half of all cells, and through enough of one size to be fitted."""
+        """Return whether a candidate succeeded in half of all cells, and in enough cells of one size to fit a map."""
         if not failed:
             return True
         each = [len(self.planned) - sum(size == own for _, own in failed) for size in range(len(self.record.sizes))]
@@ -797,7 +808,7 @@ class _Jobs:
 
 
 def _has_score(cell: Cell, name: str) -> bool:
-    """Return whether a candidate got through a cell, with a score that is a number."""
+    """Return whether a candidate has a finite score in a cell."""
     return name in cell and math.isfinite(cell[name]["score"])
 
 

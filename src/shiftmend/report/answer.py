@@ -1,8 +1,8 @@
-"""Answer the reader's question in one line and one recommendation: how accurate is the model here, and what to do?
+"""The answer of a report: how accurate the model is here, in one line, and what to do.
 
-Labels decide if there are enough of them. Otherwise the estimates decide. If no estimate holds, the answer says so and
-has no number. The words about features (`verdicts.py`) have no part in the answer, unless nothing was rehearsed and
-nothing was mended.
+Labels decide if there are enough of them. Otherwise, the estimates decide. If no estimate is valid, the answer says so
+and has no number. The verdict on features (`verdicts.py`) does not influence the answer, unless nothing was rehearsed
+and nothing was mended.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ NOT_REHEARSED = "the profile was not rehearsed"
 REHEARSE = "shiftmend rehearse MODEL --data held-out/ --profile home.profile --out rehearsed.profile"
 
 MIN_LABELS = 20
-"""Labelled samples from which on the labels decide."""
+"""Smallest number of labelled samples at which the labels decide."""
 MIN_GAIN = 0.005
 """The smallest gain in accuracy that counts."""
 MIN_RELATIVE_GAIN = 0.02
-"""The same for an error, as a share of the error before."""
+"""The smallest relative decrease of an error that counts."""
 
 MAX_SILENT_WIDTH = 0.2
-"""Width of the interval before mending up to which the headline leaves the interval out."""
+"""Largest width of the interval before mending that the headline leaves out."""
 
 METRICS = {
     "accuracy": "Accuracy",
@@ -41,7 +41,7 @@ METRICS = {
     "rmse": "Root mean square error",
     "deviation": "Deviation from the model’s own answers to undisturbed inputs",
 }
-"""Names of the scores for people."""
+"""Display names of the scores."""
 
 ADVICE: dict[Choice, str] = {
     "mended": "Use the mended model.",
@@ -56,17 +56,17 @@ PLAIN_REASONS = {
     "leave too much open": "without labels, a good and a bad model would look alike here",
     "contradict each other": "the label-free signs contradict each other more than they ever did at home",
 }
-"""Plain words for reasons that name signals, by a part of the reason."""
+"""Plain wording for reasons that name signals, by a part of the reason."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer in words.
+    """The answer of a report in words.
 
     Attributes:
-        level: Colour of the answer.
-        headline: Estimated score before and after, or that it is unknown, and why.
-        truth: Score by labels; empty if there are none, or if the headline has it.
+        level: Level of the answer, which determines its colour.
+        headline: Estimated scores before and after, or that they are unknown, and why.
+        truth: Score from labels; empty if there are none, or if the headline contains it.
         choice: The recommendation as one word.
         advice: The recommendation as a sentence.
         remarks: Sentences that explain the recommendation.
@@ -84,7 +84,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class _Known:
-    """Scores before and after, as far as they are known, by labels or by estimates, and the worse ends of both."""
+    """Scores before and after from labels or estimates, if known, and the worse ends of their intervals."""
 
     before: float | None
     after: float | None
@@ -93,7 +93,7 @@ class _Known:
     worst_after: float | None = None
 
     def is_better(self) -> bool:
-        """Return whether the mended model is clearly better; one that is not known is never better."""
+        """Return whether the mended model is clearly better; an unknown score is never better."""
         if self.after is None:
             return False
         if self.before is None:
@@ -103,7 +103,7 @@ class _Known:
 
 
 def give_answer(facts: Facts) -> Answer:
-    """Answer how accurate the model is at the site, and what to do.
+    """Write the answer: how accurate the model is at the site, and what to do.
 
     Args:
         facts: The facts of the report.
@@ -133,7 +133,7 @@ def give_answer(facts: Facts) -> Answer:
 
 
 def has_one_model(facts: Facts) -> bool:
-    """Return whether there is no mended model beside the one that came: nothing was mended, or it was left alone."""
+    """Return whether there is only one model, because nothing was mended or the model was left untouched."""
     return facts.mending is None or facts.mending.left_alone
 
 
@@ -151,7 +151,7 @@ def _find_known(facts: Facts) -> _Known:
 
 
 def _find_worse_end(estimate: Estimate | None) -> float | None:
-    """Return the end of the interval that is worse, or the value if there is no interval."""
+    """Return the worse end of the interval, or the value if there is no interval."""
     if estimate is None:
         return None
     end = estimate.low if estimate.task == "classes" else estimate.high
@@ -159,7 +159,7 @@ def _find_worse_end(estimate: Estimate | None) -> float | None:
 
 
 def find_truths(facts: Facts) -> tuple[float, float | None] | None:
-    """Return the scores by labels before and after, if labels can decide."""
+    """Return the scores from labels before and after; None if labels cannot decide."""
     before, after = facts.scores_before, facts.scores_after
     trained_on = facts.mending is not None and facts.mending.method_class.takes_labels
     if before is None or before.samples < MIN_LABELS or trained_on:
@@ -199,16 +199,16 @@ def _choose_before_mending(facts: Facts, known: _Known) -> Choice:
 
 
 def _looks_like_home(facts: Facts) -> bool:
-    """Return whether no shift can be seen where nothing was rehearsed."""
+    """Return whether nothing was rehearsed and no shift is visible."""
     return facts.rehearsal is None and facts.before.verdict == "restored"
 
 
 def _was_at_home(facts: Facts) -> bool:
-    """Return whether the model was left alone because the data are as at home."""
+    """Return whether the model was left untouched because the data look like home data."""
     mending = facts.mending
     if mending is None or not mending.left_alone:
         return False
-    # Without a rehearsal, and in results of older versions, the reason alone tells.
+    # Without a rehearsal, and in results of older versions, only the reason is known.
     told = mending.changed is None and OTHER_SHARES not in mending.reason
     return mending.changed == "neither" or (told and "as at home" in mending.reason)
 
@@ -227,7 +227,7 @@ def _is_poor(facts: Facts, value: float) -> bool:
 
 
 def _write_headline(facts: Facts) -> tuple[str, str]:
-    """Write the headline, and what the labels say beside it."""
+    """Write the headline, and the sentence about labels below it."""
     estimates = facts.estimates
     told = [] if estimates is None else [each for each in (estimates.before, estimates.after) if each is not None]
     truths = _write_truths(facts)
@@ -243,14 +243,14 @@ def _write_headline(facts: Facts) -> tuple[str, str]:
 
 
 def _list_held(facts: Facts) -> list[Estimate]:
-    """Return the estimates that hold, before first."""
+    """Return the valid estimates, before first."""
     estimates = facts.estimates
     both = () if estimates is None else (estimates.before, estimates.after)
     return [each for each in both if each is not None and each.reliable]
 
 
 def _write_values(facts: Facts, told: list[Estimate]) -> str:
-    """Write the reliable estimates; only the last one has its interval."""
+    """Write the valid estimates; only the last one has its interval."""
     if has_one_model(facts):
         return write_estimate(told[-1] if told[-1].reliable else told[0])
     before, after = told[0], told[-1]
@@ -266,7 +266,7 @@ def _write_values(facts: Facts, told: list[Estimate]) -> str:
 
 
 def _write_untold(facts: Facts) -> str:
-    """Say for which of both models there is no estimate; return nothing if there are two."""
+    """Say which of the two models has no estimate; return "" if both have one."""
     estimates = facts.estimates
     if has_one_model(facts) or estimates is None or estimates.before is None or estimates.after is None:
         return ""
@@ -276,7 +276,7 @@ def _write_untold(facts: Facts) -> str:
 
 
 def write_estimate(estimate: Estimate, digits: int | None = None, *, interval: bool = True) -> str:
-    """Write an estimate with its interval, e.g. `85 % (82 to 87)`; "unknown" if there is none."""
+    """Format an estimate with its interval, e.g. `85 % (82 to 87)`; "unknown" if it is invalid."""
     if estimate.value is None:
         return "unknown"
     if digits is None:
@@ -289,7 +289,7 @@ def write_estimate(estimate: Estimate, digits: int | None = None, *, interval: b
 
 
 def write_score(value: float, task: Task, digits: int = 1) -> str:
-    """Write a score for people: shares in percent, errors in their own unit."""
+    """Format a score: shares in percent, errors in their own unit."""
     return format_percent(value, digits) if task == "classes" else f"{value:.3g}"
 
 
@@ -305,7 +305,7 @@ def _write_truths(facts: Facts) -> str:
 
 
 def join_reasons(facts: Facts) -> str:
-    """Return why no estimate holds, in plain words."""
+    """Join the reasons why no estimate is valid, in plain words."""
     estimates = facts.estimates
     if estimates is None:
         return NOT_REHEARSED
@@ -315,7 +315,7 @@ def join_reasons(facts: Facts) -> str:
 
 
 def explain_reason(reason: str) -> str:
-    """Translate why an estimate does not hold into plain words, for readers who do not know the signals behind it.
+    """Translate the reason of an invalid estimate into plain words, for readers who do not know the signals.
 
     Example:
         >>> explain_reason("slices 0.31 lies outside of what was rehearsed (0.01 to 0.2)")
@@ -346,7 +346,7 @@ def _list_remarks(facts: Facts, known: _Known, choice: Choice, doubt: Literal[""
     elif _was_at_home(facts):
         remarks.append("The data look as at home.")
     elif facts.mending is not None and facts.mending.changed == "patients":
-        remarks.append("Other classes are frequent here than at home. The device did not change.")
+        remarks.append("The device did not change, but the classes are not as frequent here as at home.")
     elif choice == "untouched" and facts.mending is not None and not facts.mending.left_alone:
         remarks.append(
             "The mended model is not known to be better." if known.after is None else "Mending did not help."
@@ -356,7 +356,7 @@ def _list_remarks(facts: Facts, known: _Known, choice: Choice, doubt: Literal[""
     elif choice == "mend":
         remarks.append("The device has shifted: the data differ from those that the model was trained on.")
     if choice == "mended" and facts.mending is not None and facts.mending.same_data is False:
-        remarks.append("The estimate is for the inputs of this report, which were not adapted to.")
+        remarks.append("The estimate is for the inputs of this report. The model was mended with other inputs.")
     if any(each.low is None for each in _list_held(facts)):
         remarks.append("Too few devices were simulated at home to say how far the estimate may be off.")
     if missed := _describe_miss(facts):
@@ -365,7 +365,7 @@ def _list_remarks(facts: Facts, known: _Known, choice: Choice, doubt: Literal[""
 
 
 def _describe_miss(facts: Facts) -> str:
-    """Say that labels and estimate contradict each other; empty if they do not."""
+    """Say that labels contradict the estimate; return "" if they do not."""
     truths, estimates = find_truths(facts), facts.estimates
     if truths is None or estimates is None:
         return ""

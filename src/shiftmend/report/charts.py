@@ -1,7 +1,7 @@
-"""Draw the pictures of a report: charts as inline SVG, sample inputs as small PNGs.
+"""The pictures of a report: charts as inline SVG, sample inputs as small PNGs.
 
-Drawings are 340 units wide: one fits a phone at full size, and on wider screens they stand side by side. Colours come
-from the style sheet of the page, so that they follow light, dark and print.
+Drawings are 340 units wide: one fits a phone at full size, and wider screens show several side by side. Colours come
+from the style sheet of the page, so that they adapt to light, dark and print.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MIN_LEVEL = 1e-4
 MAX_POINTS = 200
 
 IMAGE_SIDES_PIXELS = (192, 128, 96, 64, 32)
-"""Images are scaled down to the first of these sides with which all of them stay below `MAX_IMAGE_BYTES`."""
+"""Side lengths of images; the first one is used with which all images together stay below `MAX_IMAGE_BYTES`."""
 
 MAX_IMAGE_BYTES = 1_500_000
 
@@ -47,7 +47,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class ScoreRow:
-    """A line of `draw_scores`: a name, an estimate, and the truth if it is known."""
+    """A row of `draw_scores`: a name, an estimate, and the true score if known."""
 
     name: str
     estimate: Estimate | None
@@ -56,15 +56,15 @@ class ScoreRow:
 
 
 NAMES_WIDTH = 120
-"""Room for the names in `draw_scores`."""
+"""Width of the names in `draw_scores`."""
 
 
 def draw_scores(rows: Sequence[ScoreRow], home: float | None, label: str) -> Markup:
-    """Draw estimates as dots with their intervals, one line for each; a diamond is the truth by labels.
+    """Draw estimates as dots with their intervals, one row each; a diamond is the true score from labels.
 
     Args:
-        rows: The lines, from above.
-        home: Score at home, drawn as a dotted upright.
+        rows: The rows, from top to bottom.
+        home: Score at home, drawn as a dotted vertical line.
         label: Description of the chart.
     """
     step, top, bottom = 30, 20, 22
@@ -140,7 +140,7 @@ def draw_rehearsal(points: Sequence[Point], *, percent: bool) -> Markup:
 
 
 def draw_gauge(before: Verification, after: Verification | None) -> Markup:
-    """Draw how far the features are from home, on a logarithmic line with the zones of the verdict."""
+    """Draw the distance of the features from home on a logarithmic scale with the zones of the verdict."""
     last = before if after is None else after
     restored, failed = last.limits
     marks = [("before", before.divergence)] + ([("after", after.divergence)] if after is not None else [])
@@ -160,7 +160,7 @@ def draw_gauge(before: Verification, after: Verification | None) -> Markup:
         (place(restored), place(failed), "zone-unsure", "between"),
         (place(failed), WIDTH - 10, "zone-bad", "not as at home"),
     ]
-    # A limit of 0 means that so few samples are never called as at home.
+    # With a limit of 0, the sample is too small to count as at home.
     few = last.verdict == "undecided" or restored == 0
     if few or last.strayed:
         word = "too few samples to tell" if few else "partly as at home"
@@ -169,7 +169,7 @@ def draw_gauge(before: Verification, after: Verification | None) -> Markup:
     parts += [_text((x1 + x2) / 2, y + thick + 15, word) for x1, x2, _, word in zones if x2 - x1 > 6.2 * len(word)]
     words = {"before": "here" if after is None else "before", "after": "after"}
     places = [place(value) for _, value in marks]
-    # A label at an edge lies wholly on one side of its mark, and so reaches farther than others.
+    # A label at an edge lies wholly on one side of its mark, and so extends farther than others.
     edges = any(x < 60 or x > WIDTH - 60 for x in places)
     apart = len(places) < 2 or abs(places[0] - places[1]) > (115 if edges else 90)
     for row, ((kind, value), x) in enumerate(zip(marks, places, strict=True)):
@@ -182,7 +182,7 @@ def draw_gauge(before: Verification, after: Verification | None) -> Markup:
 
 
 def draw_distribution(unit: Unit, name: str) -> Markup:
-    """Draw the shares of a unit's values in the bins of home: grey columns at home, outlines before and after."""
+    """Draw the histogram of a unit's values: grey columns at home, outlines before and after."""
     height = 150
     layers = [("before", unit.before.shares)] + ([("after", unit.after.shares)] if unit.after is not None else [])
     tallest = max(_finite([*unit.home, *(share for _, shares in layers for share in shares)]) or [1.0]) or 1.0
@@ -242,7 +242,7 @@ def draw_epochs(
     label: str,
     unit: str = "epoch",
 ) -> Markup:
-    """Draw values by epoch, with dashed uprights where a block was unfrozen and a ring at the kept epoch."""
+    """Draw values by epoch, with dashed vertical lines where a block was unfrozen and a ring at the kept epoch."""
     height = 200
     axis = _Axis([value for _, value in points] + ([floor] if floor else []), height)
     last = max((x for x, _ in points), default=1) or 1
@@ -262,7 +262,7 @@ def draw_epochs(
 
 
 def draw_confidences(before: Sequence[int], after: Sequence[int] | None) -> Markup:
-    """Draw the share of predictions in each tenth of confidence."""
+    """Draw the share of predictions in each tenth of the confidence."""
     height = 170
     layers = {"before": before} | ({"after": after} if after is not None else {})
     shares = {kind: [count / max(1, sum(counts)) for count in counts] for kind, counts in layers.items()}
@@ -310,7 +310,7 @@ def draw_reliability(before: Sequence[ReliabilityBin], after: Sequence[Reliabili
 
 
 def draw_signal(channels: Sequence[Sequence[float]], low: float, high: float, label: str) -> Markup:
-    """Draw one recording, each channel a line, on the scale that all recordings of a page share."""
+    """Draw one recording, one line per channel, on the common scale of all recordings of the page."""
     height = 110
     extent = high - low or 1.0
     parts = []
@@ -328,10 +328,10 @@ def draw_signal(channels: Sequence[Sequence[float]], low: float, high: float, la
 
 
 class _Axis:
-    """A vertical axis over some values: logarithmic, unless one of them is negative, as some losses are."""
+    """A vertical axis: logarithmic, unless a value is negative, as some losses are."""
 
     def __init__(self, values: Sequence[float], height: float) -> None:
-        # Room around a number at the end of the scale would be infinite.
+        # A margin around a number at the end of the scale would be infinite.
         known = [min(MAX_LEVEL, max(-MAX_LEVEL, value)) for value in _finite(values)] or [MIN_LEVEL, 1.0]
         self.linear = min(known) < 0
         low, high = self._level(min(known)), self._level(max(known))
@@ -346,7 +346,7 @@ class _Axis:
         return TOP + (self.height - TOP - BOTTOM) * (1 - min(1.0, max(0.0, share)))
 
     def _ticks(self) -> list[float]:
-        """Return powers of ten and numbers between them, or equal steps where these would be fewer than two."""
+        """Return powers of ten and numbers between them, or equal steps if there would be fewer than two."""
         if self.linear:
             return _round_numbers(self.low, self.high)
         steps = (1, 2, 5) if self.high - self.low < 1.2 else (1, 3) if self.high - self.low < 2.2 else (1,)
@@ -375,7 +375,7 @@ def _finite(values: Sequence[float]) -> list[float]:
 
 
 def _find_extremes(values: Sequence[float], stretches: int = 200) -> list[int]:
-    """Return the places of the lowest and the highest value of each stretch, so that no spike is lost."""
+    """Return the indices of the lowest and the highest value of each stretch, so that no spike is lost."""
     size = math.ceil(len(values) / stretches)
     if size <= 2:
         return list(range(len(values)))
@@ -387,7 +387,7 @@ def _find_extremes(values: Sequence[float], stretches: int = 200) -> list[int]:
 
 
 def _thin_out(count: int) -> list[int]:
-    """Return the places of at most `MAX_POINTS` out of `count` points, the ends included."""
+    """Return the indices of at most `MAX_POINTS` of `count` points, including both ends."""
     if count <= MAX_POINTS:
         return list(range(count))
     return sorted({round(place * (count - 1) / (MAX_POINTS - 1)) for place in range(MAX_POINTS)})
@@ -397,7 +397,7 @@ def _thin_out(count: int) -> list[int]:
 
 
 def _shape(name: str, content: str = "", **attributes: str | float) -> Markup:
-    """Write one element. Text and attributes are escaped, and underscores in names become dashes."""
+    """Write one SVG element. Text and attributes are escaped, and underscores in names become dashes."""
     written = Markup("").join(
         Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), make_printable(value))
         for key, value in attributes.items()
@@ -442,7 +442,7 @@ def _draw_gridline(y: float, words: str) -> list[Markup]:
 
 
 def _draw_chance(y: float) -> list[Markup]:
-    """Draw a line at the distance that chance gives."""
+    """Draw a line at the distance that sampling noise alone causes."""
     label = _text(WIDTH - RIGHT, y - 4, "chance", "label chance-label", "end")
     return [_segment(LEFT, y, WIDTH - RIGHT, y, "chance"), label]
 
@@ -455,10 +455,10 @@ def _coordinate(value: float) -> str:
 
 
 def encode_images(arrays: Sequence[NDArray[np.generic]]) -> list[str]:
-    """Encode images `[channels, height, width]` as data URIs, as large as the room for all of them allows.
+    """Encode images `[channels, height, width]` as data URIs, as large as their total size allows.
 
-    8-bit images stay as they are, others are scaled to their common range. Of other than 1 or 3 channels the first is
-    shown.
+    8-bit images are not changed, others are scaled to their common range. With channels other than 1 or 3, the first
+    channel is shown.
     """
     low, high = find_range(arrays)
     sources: list[str] = []

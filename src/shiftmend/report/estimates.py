@@ -1,4 +1,4 @@
-"""Find the estimates of a report: those of the adaptation if they belong to these inputs, else new ones."""
+"""The estimates of a report: those of the adaptation if they belong to these inputs, else new ones."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def find_estimates(
     """Return the estimates before and after on the inputs of the report; None if nothing was rehearsed.
 
     Args:
-        model: The model as it came.
+        model: The untouched model.
         feed: The inputs of the report.
         profile: The source's profile.
         result: The adaptation, if there is one.
-        same_data: True if the adaptation was made with these inputs; None if that is not known.
+        same_data: True if the adaptation was made with these inputs; None if unknown.
     """
     record, stored = profile.rehearsal, None if result is None else result.estimate
     fresh = same_data is not True or (record is not None and not is_made_with(result, profile))
@@ -44,7 +44,7 @@ def find_estimates(
 
 
 def is_made_with(result: Adaptation | None, profile: Profile) -> bool:
-    """Return whether an adaptation was made with this profile, as far as its manifest tells."""
+    """Return whether an adaptation was made with this profile, according to its manifest."""
     made_with = None if result is None else result.manifest.get("profile_sha256")
     return made_with is None or made_with == hashlib.sha256(profile.to_bytes()).hexdigest()
 
@@ -54,7 +54,7 @@ def _pair(estimates: Estimates) -> tuple[Estimate | None, Estimate | None]:
 
 
 def _find_mismatch(model: nn.Module, profile: Profile, result: Adaptation | None) -> str | None:
-    """Return why no estimate can be made for these models, in words."""
+    """Return the reason why no estimate can be made for these models; None if it can."""
     weights = fingerprints.weights(model)
     if weights != profile.weights:
         return OTHER_WEIGHTS
@@ -66,7 +66,7 @@ def _find_mismatch(model: nn.Module, profile: Profile, result: Adaptation | None
 def _estimate(
     model: nn.Module, feed: Feed, profile: Profile, record: Rehearsal, result: Adaptation | None
 ) -> Estimates:
-    """Estimate the scores of both models from one pass over the inputs by each."""
+    """Estimate the scores of both models, from one pass over the inputs each."""
     estimator = Estimator(record)
     readings = {UNTOUCHED: read(model, feed, profile, record)}
     manifest = {} if result is None else result.manifest
@@ -77,7 +77,7 @@ def _estimate(
     in_order = feed.resident or feed.keeps_order
     signals = add_agreements(readings, record) if in_order else {key: one.signals for key, one in readings.items()}
     if readings.get(name, readings[UNTOUCHED]).shares is not None:
-        # A model that was mended for other class shares is not told by its agreement with others.
+        # Agreement with others says nothing about a model that was adapted to other class shares.
         signals[name] = readings[name].signals
     samples = readings[UNTOUCHED].samples
     before = estimator.estimate(UNTOUCHED, signals[UNTOUCHED], samples)

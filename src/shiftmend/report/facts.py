@@ -1,4 +1,4 @@
-"""Gather everything that a report says: run both models over the target once and compare them with the profile."""
+"""The facts of a report: run both models over the target once, and compare them with the profile."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ from shiftmend.verification.signals import Tally, class_logits
 from shiftmend.verification.verdict import FAILED, RESTORED, Verification, chance_of
 
 WORST_UNITS = 30
-"""Listed units of a tap: this many of the worst before mending, and as many of the worst after."""
+"""Number of listed units of a tap: the worst before mending, and as many of the worst after."""
 
 MAX_MOVES = 6
-"""Changes of class that a report lists."""
+"""Number of changes of class that a report lists."""
 
 MAX_PAIRED_CLASSES = 2048
-"""Classes up to which the table of changes (class before by class after) is counted."""
+"""Largest number of classes for which changes (class before by class after) are counted."""
 
 SHOWN_SAMPLES = 12
 MAX_SHOWN_SAMPLES = 100
 
 MAX_SAMPLE_NUMBERS = 1 << 22
-"""Numbers in the largest input that a report shows."""
+"""Largest number of values in an input that a report shows."""
 
 
 # ---- the facts
@@ -76,9 +76,9 @@ class Distribution:
     outside: float
     """Share of values below the lowest or above the highest value at home."""
     moved: float
-    """Difference between the means here and at home, in parts of the range at home, as far as bins tell."""
+    """Difference between the means here and at home, relative to the range at home, computed from bins."""
     spread: float
-    """Standard deviation here over the one at home, as far as bins tell."""
+    """Ratio of the standard deviations here and at home, computed from bins."""
     shares: tuple[float, ...]
 
 
@@ -96,17 +96,17 @@ class Unit:
 
 @dataclass(frozen=True)
 class TapShift:
-    """A tracked point of the model: how far each unit is from home, and histograms of the units that are farthest."""
+    """A tap of the model: the distance of each unit from home, and histograms of the worst units."""
 
     name: str
     where: str
     constant: int
-    """Units that never varied at home; they have no divergence."""
+    """Number of units that never varied at home; they have no divergence."""
     floor: float
     before: tuple[float, ...]
     after: tuple[float, ...] | None
     clear_before: int
-    """Units as far from home as the verdict "not restored" asks for."""
+    """Number of units with a distance that would give the verdict "not restored"."""
     clear_after: int | None
     worst: tuple[Unit, ...]
 
@@ -129,10 +129,10 @@ class ModelPredictions:
     """The class predictions of one model."""
 
     counts: tuple[int, ...]
-    """Predictions by class."""
+    """Number of predictions by class."""
     confidence: float
     histogram: tuple[int, ...]
-    """Predictions by confidence, in ten equal steps from 0 to 1."""
+    """Number of predictions by confidence, in ten equal steps from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -160,11 +160,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Home:
-    """The contents of the profile, in words."""
+    """The contents of the profile, described in words."""
 
     samples: int
     taps: dict[str, tuple[str, int, int]]
-    """Place in the model, units, and constant units of each tap."""
+    """Module, number of units, and number of constant units of each tap."""
     bins: str
     moments: str
     slices: dict[str, int]
@@ -183,12 +183,12 @@ class Mending:
     history: tuple[Epoch, ...]
     file: str | None
     same_data: bool | None
-    """True if the report looks at the inputs that were adapted to; None where this is unknown."""
+    """True if the report uses the inputs that were adapted to; None if unknown."""
     floor_per_epoch: float
     candidates: tuple[Candidate, ...] = ()
     """Methods that `auto` tried."""
     reason: str = ""
-    """Why `auto` chose this method."""
+    """Reason why `auto` chose this method."""
     shares: Shares | None = None
     """Class shares at the site, if `auto` estimated them."""
     changed: Change | None = None
@@ -200,22 +200,22 @@ class Mending:
 
     @property
     def method_class(self) -> type[Method]:
-        """Return the class of the method, or `Method` itself for a name that this library does not know."""
+        """Return the class of the method, or `Method` itself for an unknown name."""
         return METHODS.get(self.method, Method)
 
     @property
     def left_alone(self) -> bool:
-        """True if the model was returned as it came."""
+        """True if the model was returned untouched."""
         return self.method == UNTOUCHED
 
     @property
     def unit(self) -> str:
-        """Return what a row of the history is: an epoch, or a round of steps."""
+        """Name of a row of the history: epoch, or round of steps."""
         return name_rows(self.manifest)
 
     @property
     def kept(self) -> int:
-        """Return the epoch that the mended model comes from."""
+        """Return the epoch of the mended model."""
         if self.manifest["kept"] == "selected":
             return int(self.manifest["selected_epoch"])
         return self.history[-1].epoch if self.history else 0
@@ -223,17 +223,17 @@ class Mending:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything on the page. The same facts give the same page, byte for byte."""
+    """All facts on the page. Equal facts give a bitwise equal page."""
 
     title: str
     samples: int
     shape: tuple[str, ...]
     before: Verification
     after: Verification | None
-    """Verification of the mended model; None if nothing was mended, or the model was left as it came."""
+    """Verification of the mended model; None if there is no mended model."""
     slices: int
     samples_needed: int | None
-    """Target samples with which no verdict is undecided; None if the source itself had too few samples."""
+    """Number of target samples at which no verdict is undecided; None if the source had too few samples."""
     cautions: tuple[str, ...]
     inputs: tuple[Sample, ...]
     taps: tuple[TapShift, ...]
@@ -273,28 +273,28 @@ def gather(
     """Gather the facts of a report from unlabelled `target` inputs.
 
     Args:
-        model: the model that was profiled.
-        target: inputs of the new site, as `shiftmend.adapt` takes them. Labels among them are not read.
-        profile: the profile of the source, or its file.
-        adaptation: the result of `shiftmend.adapt`, or the folder it was saved in. Without an adaptation, the report
-            only asks whether the target has shifted.
-        labels: one label for each sample, in the order of the target. They are used for scores alone.
-        ignore_label: the label of samples that are not scored.
-        classes: the name of each class; their numbers by default.
-        batch_size: samples in a batch.
-        preprocess: function applied to each batch.
-        output: the entry of the model's output that holds the predictions.
-        device: where to run.
-        samples: number of inputs shown on the page, at most 100. Use 0 if no input may leave the site.
-        original: name of the file that holds the weights of `model`.
-        title: headline of the page.
-        trust: public key, or its file, that files of profile and adaptation must be signed with.
+        model: The model that was profiled.
+        target: Inputs of the new site, as for `shiftmend.adapt`. Labels among them are not read.
+        profile: The profile of the source, or the path of its file.
+        adaptation: The result of `shiftmend.adapt`, or the folder it was saved in. Without an adaptation, the report
+            only tells whether the target has shifted.
+        labels: One label per sample, in the order of the target. They are used for scores only.
+        ignore_label: Label of samples that are not scored.
+        classes: Name of each class; their numbers by default.
+        batch_size: Number of samples per batch.
+        preprocess: Function applied to each batch of inputs on the device, before the model.
+        output: Entry of a tuple or dict that is the model's output.
+        device: Device to compute on.
+        samples: Number of inputs shown on the page, at most 100. Use 0 if no input may leave the site.
+        original: Name of the file with the weights of `model`.
+        title: Headline of the page.
+        trust: Public key, or its file, with which profile and adaptation must be signed.
 
     Returns:
         The facts, for `shiftmend.report.write`.
 
     Raises:
-        ShiftmendError: if model, profile, target, labels or adaptation do not fit together.
+        ShiftmendError: If model, profile, target, labels or adaptation do not fit together.
 
     Example:
         >>> import torch, shiftmend
@@ -311,7 +311,7 @@ def gather(
     profile.check_architecture(model)
     if not is_whole(samples) or not 0 <= samples <= MAX_SHOWN_SAMPLES:
         raise DataError(
-            f"expected samples (to show) as a whole number from 0 to {MAX_SHOWN_SAMPLES}, got {brief(samples)}"
+            f"Expected samples (to show) as a whole number from 0 to {MAX_SHOWN_SAMPLES}, got {brief(samples)}."
         )
     place = resolve_device(device, model)
     columns = profile.inputs.columns
@@ -372,7 +372,7 @@ def gather(
 def samples_needed(bins: Bins, source_samples: float, units: int | None = None) -> int | None:
     """Return how many target samples leave no divergence undecided, or None if the profile has too few samples.
 
-    Half as many may do for samples that were not adapted to, if the features are as at home.
+    Half as many suffice for samples that were not adapted to, if the features are as at home.
     """
     least, most = chance_of(units)
     left = RESTORED / (most - least) * math.log(bins.total) / (bins.total - 1) - 1 / source_samples
@@ -385,10 +385,10 @@ def _check_labels(labels: Any, feed: Feed) -> Tensor | None:
     found = as_tensor(labels, "list of labels")
     if found.ndim == 0 or len(found) != feed.samples:
         raise DataError(
-            f"expected one label for each of {feed.samples} samples, got {len(found) if found.ndim else 1} labels"
+            f"Expected one label for each of {feed.samples} samples, got {len(found) if found.ndim else 1} labels."
         )
     if not feed.keeps_order:
-        raise DataError("expected samples in the order of their labels, got a loader that shuffles. Try shuffle=False")
+        raise DataError("Expected samples in the order of their labels, got a loader that shuffles. Try shuffle=False.")
     return found
 
 
@@ -400,10 +400,10 @@ def _resolve_adaptation(given: Any, model: nn.Module, trust: str | None) -> tupl
         return None, None
     if not isinstance(given, Adaptation):
         raise AdaptationError(
-            f"expected an adaptation from shiftmend.adapt, or the folder it was saved in, got {kind(given)}"
+            f"Expected an adaptation from shiftmend.adapt, or the folder it was saved in, got {kind(given)}."
         )
     if fingerprints.architecture(given.model) != fingerprints.architecture(model):
-        raise AdaptationError("expected an adaptation of this model, got one with other layers")
+        raise AdaptationError("Expected an adaptation of this model, got one with other layers.")
     return given, None
 
 
@@ -411,7 +411,7 @@ def _name_classes(classes: Sequence[str] | None, count: int) -> tuple[str, ...]:
     if classes is None:
         return tuple(map(str, range(count)))
     if isinstance(classes, str) or not isinstance(classes, Sequence):
-        raise DataError(f"expected classes as a list of names, one for each class, got {brief(classes)}")
+        raise DataError(f"Expected classes as a list of names, one for each class, got {brief(classes)}.")
     if count:
         check_classes(len(classes), count)
     return tuple(map(str, classes))
@@ -424,7 +424,7 @@ def _list_cautions(
     result: Adaptation | None,
     predictions: Predictions | None,
 ) -> list[str]:
-    """List, as whole sentences, the cautions that a reader must know first."""
+    """List the cautions that a reader must know first, as whole sentences."""
     cautions = [
         f"Check the preprocessing of the inputs: {difference}{'' if difference.endswith('?') else '.'}"
         for difference in profile.inputs.differences(summary)
@@ -508,7 +508,7 @@ def _describe_inputs(inputs: InputSummary) -> str:
 
 
 class _Observer:
-    """Sums over the batches that one model saw."""
+    """Sums over the batches of one model."""
 
     def __init__(self, profile: Profile, output: Entry, ignore_label: int | None) -> None:
         self.profile, self.output, self.ignore_label = profile, output, ignore_label
@@ -521,14 +521,14 @@ class _Observer:
         self.metrics: ClassificationMetrics | RegressionMetrics | None = None
 
     def update(self, returned: Any, values: Mapping[str, Tensor], inputs: int, labels: Tensor | None) -> None:
-        """Count one batch: the output of the model, its activations by tap, the number of inputs, their labels."""
+        """Count one batch: the model's output, its activations by tap, the number of inputs, their labels."""
         self.tally.update(values, inputs)
         for name, home in self.profile.taps.items():
             _add(self.outside, name, _count_outside(values[name], home))
             self.rows[name] += len(values[name])
         logits = self._logits(returned)
         if labels is not None and labels.is_floating_point():
-            # Several quantities look like the logits of as many classes.
+            # Several quantities look like the logits of several classes.
             logits = None
         self.chosen = None if logits is None else logits.argmax(1).flatten()
         if logits is not None and self.chosen is not None:
@@ -557,7 +557,7 @@ class _Observer:
         self.metrics.update(result, labels)
 
     def compare(self, before: _Observer) -> None:
-        """Count how predictions on the last batch differ between this model and the other one."""
+        """Count how the predictions of this model and the other one differ on the last batch."""
         if self.chosen is None or before.chosen is None:
             return
         _add(self.sums, "changed", (self.chosen != before.chosen).sum())
@@ -583,7 +583,7 @@ def _add(sums: dict[str, Tensor], name: str, more: Tensor) -> None:
 def _count_outside(values: Tensor, home: Histogram) -> Tensor:
     """Count the values of each unit that are NaN or beyond the range at home.
 
-    The outer bins of a soft histogram cannot tell: they hold half of the values on the edge.
+    The outer bins of a soft histogram do not show this: they contain half of the values on the edge.
     """
     counts = [(~((part >= home.low) & (part <= home.high))).sum(0) for part in split_rows(values)]
     return torch.stack(counts).sum(0)
@@ -600,7 +600,7 @@ def _observe(
 ) -> dict[str, _Observer]:
     """Run each batch through both models, so that they can be compared sample by sample.
 
-    The temperature in the head of the mended model is taken out of the logits that are compared with home.
+    The temperature in the head of the mended model is removed from the logits that are compared with home.
     """
     here = profile.to(feed.device)
     observers = {state: _Observer(here, output, ignore_label) for state in models}
@@ -626,14 +626,14 @@ def _observe(
 
 
 class _SideBySide(nn.Module):
-    """Both models as one, so that one pass shows them the same batches. They are in eval mode already."""
+    """Both models as one module, so that one pass shows them the same batches. Both are in eval mode."""
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.models = nn.ModuleDict(models)
 
     def forward(self, inputs: Any, /) -> dict[str, Any]:
-        # The copy keeps a model that works in place from changing the input of the other model.
+        # The copy protects the inputs of one model from in-place operations of the other.
         return {state: call_model(model, wrap_inputs(inputs).clone()) for state, model in self.models.items()}
 
     def train(self, mode: bool = True) -> _SideBySide:
@@ -670,7 +670,7 @@ def _list_moves(table: Tensor | None, classes: int) -> tuple[tuple[int, int, int
     pairs = table.clone().view(classes, classes)
     pairs.fill_diagonal_(0)
     moves = [(int(a), int(b), int(pairs[a, b])) for a, b in pairs.nonzero().tolist()]
-    # Sorting by class as well makes the order of equal counts the same on every machine.
+    # Sorting by class as well makes the order of equal counts deterministic.
     return tuple(sorted(moves, key=lambda move: (-move[2], move[0], move[1]))[:MAX_MOVES])
 
 
@@ -682,11 +682,11 @@ def _pick_samples(
     output: Entry,
     count: int,
 ) -> tuple[Sample, ...]:
-    """Pick evenly spaced inputs of the target, before preprocessing; from a stream, the first ones after it."""
+    """Pick evenly spaced inputs of the target, before preprocessing; of a stream, the first ones."""
     if count == 0 or isinstance(feed.inputs, TensorTree):
         return ()
     if feed.inputs is None:
-        # One pass only: another pass over a stream may give other inputs.
+        # A second pass over a stream may give other inputs.
         ready = feed.first(count)
         if isinstance(ready, TensorTree):
             return ()
@@ -729,12 +729,12 @@ def _classify(returned: Any, output: Entry, axis: int | None, count: int) -> lis
 
 
 def _measure_tap(name: str, profile: Profile, floor: float, observers: Mapping[str, _Observer]) -> TapShift:
-    """Measure how far each unit of a tap is from home, under each model."""
+    """Measure the distance of each unit of a tap from home, for each model."""
     home = profile.taps[name]
     units = home.usable.nonzero().flatten().tolist()
     found = {state: _distributions(name, home, units, observer) for state, observer in observers.items()}
     before, after = found["before"], found.get("after")
-    # A single unit varies more by chance than the mean of many slices.
+    # Sampling noise of a single unit is larger than that of the mean of many slices.
     limit = floor + max(FAILED, 3 * floor)
     worst = dict.fromkeys(place for each in found.values() for place in _sort_worst_first(each)[:WORST_UNITS])
     return TapShift(
@@ -762,12 +762,12 @@ def _measure_tap(name: str, profile: Profile, floor: float, observers: Mapping[s
 
 
 def _distributions(name: str, home: Histogram, units: list[int], observer: _Observer) -> list[Distribution]:
-    """Describe each of these units under one model."""
+    """Describe the distributions of these units for one model."""
     counter = observer.tally.taps[name]
     everything = (counter.counts / counter.samples).cpu().double()
     here, there = everything[units], home.probabilities.double()[units]
     outside = (observer.outside[name] / observer.rows[name]).cpu()[units]
-    # Values in the open outer bins are taken to lie at the end of the range.
+    # Values in the open outer bins count as lying at the end of the range.
     middles = (torch.arange(-1, home.bins.inner + 1, dtype=torch.float64, device="cpu") + 0.5) / home.bins.inner
     middles = middles.clamp(0, 1)
     moved = ((here - there) * middles).sum(1)
@@ -784,7 +784,7 @@ def _deviations(shares: Tensor, middles: Tensor) -> Tensor:
 
 
 def _sort_worst_first(units: Sequence[Distribution]) -> list[int]:
-    """Sort places by divergence; NaN counts as infinitely far from home."""
+    """Sort indices by divergence; NaN counts as infinite."""
 
     def distance(place: int) -> float:
         value = units[place].divergence

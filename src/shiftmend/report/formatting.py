@@ -1,4 +1,4 @@
-"""Format numbers and text for people."""
+"""Formatting of numbers and text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def format_percent(share: float, digits: int = 0) -> str:
 
 
 def make_printable(value: Any) -> Any:
-    """Replace control characters in text, which no page may hold, by a visible one; leave markup and numbers alone."""
+    """Replace control characters in text, which HTML does not allow, by a visible one; keep markup and numbers."""
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
     return "".join(c if c in "\n\t\u00a0" or c.isprintable() else "\ufffd" for c in value)

@@ -1,4 +1,4 @@
-"""Write one HTML file that needs nothing else, from facts."""
+"""Writing the report as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 def write(facts: Facts, path: str | os.PathLike[str]) -> None:
-    """Write a report to one HTML file, in one step.
+    """Write a report to one HTML file, atomically.
 
     Args:
         facts: The result of `shiftmend.report.gather`.
         path: The file to write. An existing file is replaced.
 
     Raises:
-        ShiftmendError: If `facts` is something else, or the file cannot be written.
+        ShiftmendError: If `facts` is not the result of `gather`, or the file cannot be written.
 
     Example:
         >>> import tempfile, torch, shiftmend
@@ -45,7 +45,7 @@ def write(facts: Facts, path: str | os.PathLike[str]) -> None:
     """
     target = as_path(path, "the file to write")
     if not isinstance(facts, Facts):
-        raise DataError(f"expected the facts that report.gather returns, got {kind(facts)}")
+        raise DataError(f"Expected the facts that report.gather returns, got {kind(facts)}.")
     page = render(facts).encode()
     with said_where(target):
         write_atomically(target, page)
@@ -65,7 +65,7 @@ def render(facts: Facts) -> str:
         ]
 
     style, script = _read("page.css"), _read("page.js")
-    # The page may load nothing and run nothing but this script, whatever its texts hold.
+    # The page may load nothing and run only this script, whatever its texts contain.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return templates.get_template("page.html.j2").render(
         facts=facts,
@@ -82,7 +82,7 @@ def render(facts: Facts) -> str:
 
 @functools.cache
 def environment() -> Environment:
-    """Return the templates' environment: text is escaped, control characters are replaced, misspelt names raise."""
+    """Return the template environment: it escapes text, replaces control characters, and raises for undefined names."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     templates = Environment(

@@ -1,4 +1,4 @@
-"""Load an adaptation from the folder that `Adaptation.save` wrote."""
+"""Loading an adaptation from the folder that `Adaptation.save` wrote."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shiftmend.utils.json import from_strict_json, loads
 from shiftmend.verification.class_shares import Shares, Source
 from shiftmend.verification.estimate import Estimate
 
-REMEDY = "Try the folder that `shiftmend adapt --out` wrote, or adapt again"
+REMEDY = "Try the folder that `shiftmend adapt --out` wrote, or adapt again."
 
 
 def load_adaptation(folder: Path, model: nn.Module, trust: str | None = None) -> Adaptation:
@@ -38,21 +38,21 @@ def load_adaptation(folder: Path, model: nn.Module, trust: str | None = None) ->
         trust: Public key that the result must be signed with.
 
     Raises:
-        DataError: if a file is missing, damaged, or does not belong to the others.
-        AdaptationError: if the weights do not fit the model.
+        DataError: If a file is missing, damaged, or does not belong to the others.
+        AdaptationError: If the weights do not fit the model.
     """
     if not folder.is_dir():
-        raise DataError(f"expected a folder of an adaptation, got {folder}, which does not exist. {REMEDY}")
+        raise DataError(f"Expected a folder of an adaptation, got {folder}, which does not exist. {REMEDY}")
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
-        raise DataError(f"expected {missing[0]} in {folder}, got none. {REMEDY}")
+        raise DataError(f"Expected {missing[0]} in {folder}, got none. {REMEDY}")
     manifest, files = _read_sealed_manifest(folder / "manifest.json", trust)
     for name, digest in files.items():
         if hash_file(folder / name) != digest:
             raise DataError(f"{folder / name} is damaged: it is not the file that manifest.json seals. {REMEDY}")
     history = _read_history(folder / "history.json")
     if manifest["epochs"] != max(0, len(history) - 1):
-        raise DataError(f"expected in {folder / 'history.json'} the epochs of manifest.json, got others. {REMEDY}")
+        raise DataError(f"Expected in {folder / 'history.json'} the epochs of manifest.json, got others. {REMEDY}")
     adapted = copy.deepcopy(model)
     path = folder / "model.safetensors"
     try:
@@ -64,11 +64,11 @@ def load_adaptation(folder: Path, model: nn.Module, trust: str | None = None) ->
     except RuntimeError as error:
         first = next((line.strip() for line in str(error).splitlines()[1:] if line.strip()), str(error))
         raise AdaptationError(
-            f"expected weights of this model, got another architecture in {path} ({first[:200]}). Try the model that "
-            "was adapted"
+            f"Expected weights of this model, got another architecture in {path} ({first[:200]}). Try the model that "
+            "was adapted."
         ) from error
     if fingerprints.weights(adapted) != manifest["adapted_weights"]:
-        raise DataError(f"expected the weights that manifest.json describes, got others in {path}. {REMEDY}")
+        raise DataError(f"Expected the weights that manifest.json describes, got others in {path}. {REMEDY}")
     try:
         estimate, candidates, reason = _read_estimates(manifest)
         shares, changed = _read_change(manifest)
@@ -103,7 +103,7 @@ def _read_change(manifest: dict[str, Any]) -> tuple[Shares | None, Change | None
 
 
 def _read_estimates(manifest: dict[str, Any]) -> tuple[Estimates | None, tuple[Candidate, ...], str]:
-    """Read the estimates, the candidates and the reason for the choice; results of older versions have none of them."""
+    """Read the estimates, the candidates and the reason for the choice; results of older versions have none."""
     told = manifest.get("estimate")
     estimates = None if told is None else Estimates(_read_estimate(told.get("before")), _read_estimate(told["after"]))
     candidates = tuple(
@@ -130,7 +130,7 @@ def _read_estimate(data: Any) -> Estimate | None:
 
 
 def read_temperature(manifest: dict[str, Any]) -> float:
-    """Return the temperature that was folded into the mended model; 1 if there is none."""
+    """Return the temperature in the head of the mended model; 1 if there is none."""
     temperature = float(manifest.get("calibration", {}).get("temperature", 1.0))
     if not 0 < temperature < math.inf:
         raise ValueError("a temperature is not positive")
@@ -145,16 +145,16 @@ def _read_json(path: Path) -> Any:
 
 
 def read_manifest(path: Path, trust: str | None = None) -> dict[str, Any]:
-    """Read the manifest of an adaptation; with `trust`, only if it is signed with that public key.
+    """Read the manifest of an adaptation; with `trust`, require a signature by that public key.
 
     Raises:
-        DataError: if the file is damaged or something else.
+        DataError: If the file is damaged or something else.
     """
     return _read_sealed_manifest(path, trust)[0]
 
 
 def _read_sealed_manifest(path: Path, trust: str | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a manifest, and the SHA-256 of the files that it seals by name."""
+    """Return a manifest, and the SHA-256 of the files that it seals, by name."""
     try:
         data, seal = sealing.check_json(path.read_text(encoding="utf-8"), trust)
     except (OSError, ValueError) as error:

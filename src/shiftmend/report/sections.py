@@ -1,7 +1,7 @@
-"""The sections of a report, in order: what each template needs beside the facts.
+"""The sections of a report, in order: the variables of each template.
 
 A section is a function here and a template of the same name in `templates/`. The function returns the variables of the
-template, or None to leave the section out. The sections in `SPECIALIST` stand in a folded part at the end of the page.
+template, or None to leave the section out. The sections in `SPECIALIST` are in a folded part at the end of the page.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from shiftmend.utils.checks import counted, is_whole
 Context = dict[str, Any]
 
 MAX_COLUMNS = 12
-"""Numbers in an input that is shown as a row of a table; longer ones are drawn as a line."""
+"""Largest size of an input that is shown as a row of a table; longer ones are drawn as a line."""
 
 MAX_CHANNELS = 6
-"""Channels of a signal that are drawn."""
+"""Largest number of channels of a signal that are drawn."""
 
 DRAWN_UNITS = 6
-"""Units of a tap whose distributions are drawn at once."""
+"""Number of units of a tap whose distributions are drawn at once."""
 
 LISTED_UNITS = 30
-"""Units of a tap whose numbers are listed at once."""
+"""Number of units of a tap whose numbers are listed at once."""
 
 DETAILED_TAPS = 12
-"""Taps that are shown in detail, so that the page stays small."""
+"""Largest number of taps that are shown in detail, so that the page stays small."""
 
 EXPLAINED_TAPS = {
     "features": "what the last layer reads: the network’s summary of an input",
@@ -63,7 +63,7 @@ EXPLAINED_CANDIDATES = {
     "match-mean": "shifts the inputs to the mean at home",
     "match-moments": "shifts and scales the inputs to the mean and the spread at home",
     "match-histogram": "maps the values of the inputs so that each is as frequent as at home",
-    "neo": "shifts what the last layer reads to the mean at home",
+    "neo": "shifts the inner values that the last layer reads to the mean at home",
     "coral": "shifts, scales and mixes what the last layer reads, to the mean and the correlations at home",
     "adabn": "measures mean and spread inside the network again, on these inputs",
     "fr-shares": "trains scales inside the network until features are as at home, for any class shares",
@@ -80,7 +80,7 @@ def answer(facts: Facts) -> Context:
 
 
 def _draw_answer(facts: Facts) -> Any:
-    """Draw the estimates before and after with their intervals; None if there is none to draw."""
+    """Draw the estimates before and after with their intervals; return None if there are none."""
     estimates = facts.estimates
     if estimates is None:
         return None
@@ -97,7 +97,7 @@ def _draw_answer(facts: Facts) -> Any:
 
 
 def _list_tiles(facts: Facts) -> list[tuple[str, str]]:
-    """List a few numbers that need no explanation: a name, and the value before and after."""
+    """List a few self-explanatory numbers: a name, and the value before and after."""
     made = facts.predictions
     if made is None:
         return []
@@ -151,7 +151,7 @@ def tried(facts: Facts) -> Context | None:
 
 
 def _write_seconds(seconds: float) -> str:
-    # A saved result holds three digits. Rounding to them first gives the same text for the result in memory.
+    # A saved result has three digits; rounding first gives the same text for a result in memory.
     seconds = round(seconds, 3)
     return f"{seconds:,.{0 if seconds >= 100 else 1 if seconds >= 1 else 2}f}\u00a0s"
 
@@ -176,7 +176,7 @@ def changed(facts: Facts) -> Context | None:
             for name, share, low, high, home in every
         ]
         if len(rows) > SHOWN_CLASSES:
-            # Where not all are shown, those are that differ most.
+            # If not all classes are shown, those that differ most are.
             rows = sorted(rows, key=lambda row: -abs(row["share"] - row["home"]))[:SHOWN_CLASSES]
     largest = max((max(row["share"], row["home"]) for row in rows), default=1.0)
     left_out = 0 if shares is None or not rows else len(shares.values) - len(rows)
@@ -190,7 +190,7 @@ def changed(facts: Facts) -> Context | None:
 
 
 def rehearsed(facts: Facts) -> Context | None:
-    """Show how good estimates were at home, where the truth is known."""
+    """Show how good the estimates were at home, where the truth is known."""
     record = facts.rehearsal
     if record is None:
         return None
@@ -272,7 +272,7 @@ def features(facts: Facts) -> Context:
 
 
 def _list_reasons(facts: Facts) -> list[tuple[str, str]]:
-    """List in full why estimates do not hold and why candidates failed."""
+    """List in full why estimates are invalid and why candidates failed."""
     estimates = facts.estimates
     told = [] if estimates is None else [("before", estimates.before)]
     if estimates is not None and not has_one_model(facts):
@@ -313,7 +313,7 @@ def _pick_taps(taps: Sequence[TapShift]) -> list[TapShift]:
 
 
 def _pick_units(tap: TapShift, mended: bool) -> list[Unit]:
-    """Pick the units that come first in any sorting order of the page, sorted by distance before mending."""
+    """Pick the units that come first in any sort order of the page, sorted by distance before mending."""
     orders = ["before", "after", "gain"] if mended else ["before"]
     keys = {unit.number: _sort_keys(unit) for unit in tap.worst}
     chosen = {
@@ -325,7 +325,7 @@ def _pick_units(tap: TapShift, mended: bool) -> list[Unit]:
 
 
 def _sort_keys(unit: Unit) -> dict[str, float]:
-    """Return the numbers that the script of the page sorts a unit by."""
+    """Return the values by which the script of the page sorts a unit."""
     last = unit.after if unit.after is not None else unit.before
     gain = unit.before.divergence - last.divergence
     return {
@@ -341,7 +341,7 @@ def _sortable(value: float) -> float:
 
 
 def _describe_unit(unit: Unit) -> str:
-    """Say in words how far a unit is from home, and which way it went."""
+    """Describe in words how far a unit is from home, and in which direction it moved."""
     words = f"Distance {format_number(unit.before.divergence)}"
     if unit.after is None:
         return f"{words}: {_describe_change(unit.before)}."
@@ -361,7 +361,7 @@ def _describe_change(values: Distribution) -> str:
 
 
 def training(facts: Facts) -> Context | None:
-    """Show how mending went, epoch by epoch."""
+    """Show the progress of mending, epoch by epoch."""
     mending = facts.mending
     if mending is None or len(mending.history) < 2:
         return None
@@ -411,7 +411,7 @@ def _is_calibrated(facts: Facts) -> bool:
 
 
 def scores(facts: Facts) -> Context | None:
-    """Show scores by labels, if there are any."""
+    """Show scores from labels, if there are any."""
     before, after = facts.scores_before, facts.scores_after
     if before is None:
         return None
@@ -434,7 +434,7 @@ def scores(facts: Facts) -> Context | None:
 
 
 def _list_estimates(facts: Facts, columns: int) -> list[tuple[str, list[str]]]:
-    """Return the row of the estimates that stand beside the scores."""
+    """Return the row of estimates beside the scores."""
     estimates = facts.estimates
     if estimates is None or estimates.before is None:
         return []
@@ -444,7 +444,7 @@ def _list_estimates(facts: Facts, columns: int) -> list[tuple[str, list[str]]]:
 
 
 def _list_scores(found: Scores | RegressionScores) -> dict[str, str]:
-    """Return each score by what it measures, in words."""
+    """Return each score under a description of what it measures."""
     if isinstance(found, Scores):
         areas = {} if found.mean_iou is None else {"mean IoU: overlap of true and predicted areas": found.mean_iou}
         shares = {
@@ -464,7 +464,7 @@ def _list_scores(found: Scores | RegressionScores) -> dict[str, str]:
 
 
 def stored(facts: Facts) -> Context:
-    """List what the profile holds about the source."""
+    """List the contents of the profile."""
     home = facts.home
     taps = {
         f"tap “{name}”": f"{counted(units, 'unit')} at {where}"
@@ -546,7 +546,7 @@ def undo(facts: Facts) -> Context:
 Section = Callable[[Facts], Context | None]
 
 SECTIONS: tuple[Section, ...] = (answer, changed, tried, rehearsed, scores, inputs, predictions, undo)
-"""Sections for every reader."""
+"""Sections for all readers."""
 
 SPECIALIST: tuple[Section, ...] = (features, shift, training, stored, run)
-"""Sections for readers who know the methods, folded away."""
+"""Sections for specialists, folded."""

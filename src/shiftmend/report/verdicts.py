@@ -1,4 +1,4 @@
-"""Say in words how far the features are from home, for the specialist. Accuracy is another matter: see `answer.py`."""
+"""Descriptions of how far the features are from home, for the specialist. `answer.py` is about accuracy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Statement:
 
 
 def state_verdict(facts: Facts) -> Statement:
-    """State the verdict on the features of the mended model, or of the model as it came if nothing was mended."""
+    """Describe the verdict on the features of the mended model, or of the untouched one if nothing was mended."""
     made = _state_shift(facts) if facts.after is None else _state_mending(facts, facts.after)
     last = facts.before if facts.after is None else facts.after
     if last.verdict != "undecided":
@@ -70,7 +70,7 @@ def _state_mending(facts: Facts, after: Verification) -> Statement:
 
 
 def _explain_straying(found: Verification) -> str:
-    """Explain that mixtures of features are as at home and single features are not; return nothing otherwise."""
+    """Explain that mixtures of features are as at home but single features are not; return "" otherwise."""
     if not found.strayed:
         return ""
     assert found.marginals is not None

@@ -1,7 +1,7 @@
-"""Calibration transfer of spectroscopy, to compare with: it needs transfer samples that both devices have measured.
+"""Calibration transfer of spectroscopy, as a baseline: it needs samples that both devices have measured.
 
 Direct standardisation (DS) and its piecewise form (PDS) map spectra of the site to those of home; Wang, Veltkamp and
-Kowalski 1991. Slope and bias corrects the answers instead, by samples whose truth is known.
+Kowalski 1991. Slope and bias corrects the predictions instead, by samples with known truth.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shiftmend.errors import DataError
 Floats = NDArray[np.floating[Any]]
 
 RELATIVE_RANK = 1e-10
-"""Singular values below this share of the largest count as zero."""
+"""Singular values below this fraction of the largest count as zero."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ def direct_standardisation(home: Floats, site: Floats, components: int) -> Trans
     Args:
         home: Spectra `[T, D]` of the transfer samples, measured at home.
         site: Spectra `[T, D]` of the same samples in the same order, measured at the site.
-        components: Components of the centred spectra of the site that are used, at most.
+        components: Largest number of components of the centred spectra of the site.
 
     Returns:
         The map from the site to home.
@@ -62,11 +62,11 @@ def piecewise_direct_standardisation(home: Floats, site: Floats, components: int
     Args:
         home: Spectra `[T, D]` of the transfer samples, measured at home.
         site: Spectra `[T, D]` of the same samples in the same order, measured at the site.
-        components: Components of each centred window that are used, at most.
-        half_width: Wavelengths of the window on either side; the window is cut at the ends of the spectrum.
+        components: Largest number of components of each centred window.
+        half_width: Number of wavelengths of the window on either side; the window is cut at the ends of the spectrum.
 
     Returns:
-        The map from the site to home, whose matrix is a band.
+        The map from the site to home, with a band matrix.
 
     Raises:
         DataError: If the spectra are not pairs of at least two samples.
@@ -87,10 +87,10 @@ def piecewise_direct_standardisation(home: Floats, site: Floats, components: int
 
 
 def slope_and_bias(told: Floats, truth: Floats) -> tuple[float, float]:
-    """Return slope and bias that bring answers closest to the truth, by least squares.
+    """Return the slope and bias that bring predictions closest to the truth, by least squares.
 
     Args:
-        told: Answers `[T]` of a model at the site.
+        told: Predictions `[T]` of a model at the site.
         truth: True values `[T]` of the same samples.
 
     Raises:
@@ -104,7 +104,7 @@ def slope_and_bias(told: Floats, truth: Floats) -> tuple[float, float]:
         raise DataError(f"Expected answers and truth of 2 or more samples, got {told.shape} and {truth.shape}.")
     centred = told.astype(np.float64) - told.mean(dtype=np.float64)
     spread = float(centred @ centred)
-    # Answers that are all equal have no slope.
+    # Constant predictions have no slope.
     slope = float(centred @ truth) / spread if spread > 0 else 0.0
     return slope, float(truth.mean(dtype=np.float64)) - slope * float(told.mean(dtype=np.float64))
 

@@ -1,8 +1,8 @@
 """The paper's networks, by the names that the command line and the benchmarks use.
 
-shiftmend adapts any `nn.Module`. These networks are here to run the paper's experiments. The parameters of the residual
-networks carry torchvision's names, so weights published for torchvision's `resnet18`, `resnet50` and `resnet101` load
-as they are, without torchvision being installed.
+shiftmend adapts any `nn.Module`. These networks are for the paper's experiments. The parameters of the residual
+networks have torchvision's names, so weights published for torchvision's `resnet18`, `resnet50` and `resnet101` can be
+loaded, without torchvision being installed.
 """
 
 from __future__ import annotations
@@ -253,28 +253,28 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 def build(name: str, **options: Any) -> nn.Module:
     """Make a freshly initialised network.
 
-    A network of your own, put into `MODELS`, may also have options that are fractions or text by their defaults.
+    Your own network in `MODELS` may also have options whose defaults are floats or text.
 
     >>> build("digit-cnn", classes=47).head.out_features
     47
     """
     factory = MODELS.get(name)
     if factory is None:
-        raise DataError(f"there is no model named {name!r}, the known ones are {', '.join(MODELS)}")
+        raise DataError(f"Expected the model to be one of {', '.join(MODELS)}, got {name!r}.")
     signature = inspect.signature(factory)
     try:
         signature.bind(**options)
     except TypeError as error:
         accepted = ", ".join(signature.parameters)
-        raise DataError(f"wrong options for model {name}: {error}; it takes {accepted}") from error
+        raise DataError(f"Expected options of {name} ({accepted}), got others: {error}.") from error
     for option, value in options.items():
-        # Command lines and manifests also deliver text, floats and booleans.
+        # Command lines and manifests also contain text, floats and booleans.
         default = signature.parameters[option].default if option in signature.parameters else None
         if default is None or isinstance(default, float | str):
             continue
         if isinstance(default, bool):
             if not isinstance(value, bool):
-                raise DataError(f"option {option} of model {name} must be true or false, got {value!r}")
+                raise DataError(f"Expected option {option} of {name} to be true or false, got {value!r}.")
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise DataError(f"option {option} of model {name} must be a whole number above 0, got {value!r}")
+            raise DataError(f"Expected option {option} of {name} to be a whole number above 0, got {value!r}.")
     return factory(**options)

@@ -62,8 +62,8 @@ def find(name: str) -> Shift:
     same_end = [known for known in SHIFTS if known.rpartition("/")[2] == name.rpartition("/")[2]]
     near = same_end or difflib.get_close_matches(name, SHIFTS, n=3, cutoff=0.5)
     groups = sorted({known.partition("/")[0] for known in SHIFTS})
-    hint = f"did you mean {' or '.join(near)}?" if near else f"names begin with {', '.join(groups)}"
-    raise DataError(f"unknown shift {name!r}: {hint}")
+    hint = f"Try {' or '.join(near)}" if near else f"Names begin with {', '.join(groups)}"
+    raise DataError(f"Expected the name of a shift, got {name!r}. {hint}.")
 
 
 def apply(
@@ -135,7 +135,7 @@ def apply_in_portions(
     shift = find(name)
     (check_signals if shift.domain == "signal" else check_images)(images)
     if len(images) == 0:
-        raise DataError(f"no {shift.domain}s to apply {name} to, expected at least one")
+        raise DataError(f"Expected at least one of the {shift.domain}s to apply {name} to, got none.")
     parameters = {**shift.parameters(severity), **overrides}
     _check_parameters(shift, overrides)
     check_seed(seed)
@@ -156,7 +156,7 @@ def _check_parameters(shift: Shift, overrides: dict[str, Any]) -> None:
     """Refuse parameters that the shift does not have."""
     known = set(inspect.signature(shift.function).parameters) - {"images", "signals", "generator", "textures"}
     if unknown := sorted(set(overrides) - known):
-        accepted = f"it has {', '.join(sorted(known))}" if known else "it has none"
-        raise DataError(f"shift {shift.name} has no parameter {', '.join(unknown)}: {accepted}")
+        accepted = ", ".join(sorted(known)) or "it has none"
+        raise DataError(f"Expected parameters of {shift.name} ({accepted}), got {', '.join(unknown)}.")
     if shift.severities is sensor.STRENGTHS and not 0 <= overrides.get("strength", 0) <= 1:
-        raise DataError(f"shift {shift.name} has a strength from 0 to 1, got {brief(overrides['strength'])}")
+        raise DataError(f"Expected a strength from 0 to 1 for {shift.name}, got {brief(overrides['strength'])}.")

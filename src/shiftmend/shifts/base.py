@@ -36,7 +36,9 @@ class Shift:
         """Return the keyword arguments of a severity, by default of the published one."""
         level = self.default if severity is None else severity
         if not is_whole(level) or not 1 <= level <= len(self.severities):
-            raise DataError(f"shift {self.name} has severities 1 to {len(self.severities)}, got {brief(level)}")
+            raise DataError(
+                f"Expected a severity from 1 to {len(self.severities)} for {self.name}, got {brief(level)}."
+            )
         return self.severities[level - 1]
 
 
@@ -45,9 +47,7 @@ def check_signals(signals: Tensor) -> None:
     _check_tensor(signals)
     if not signals.is_floating_point() or signals.ndim != 3 or signals.shape[-1] < 2:
         dtype = str(signals.dtype).removeprefix("torch.")
-        raise DataError(
-            f"a signal shift takes floating-point signals of shape [N, C, L], got {dtype} {list(signals.shape)}"
-        )
+        raise DataError(f"Expected floating-point signals [N, C, L], got {dtype} {list(signals.shape)}.")
 
 
 def check_images(images: Tensor) -> None:
@@ -55,12 +55,12 @@ def check_images(images: Tensor) -> None:
     _check_tensor(images)
     if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3) or 0 in images.shape[2:]:
         raise DataError(
-            "a shift takes uint8 images of shape [N, 1 or 3, H, W], got "
-            f"{str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
+            f"Expected uint8 images [N, 1 or 3, H, W], got {str(images.dtype).removeprefix('torch.')} "
+            f"{list(images.shape)}."
         )
 
 
 def _check_tensor(given: Any) -> None:
     if not isinstance(given, Tensor):
-        advice = "; make one of it, e.g. torch.from_numpy(images)" if isinstance(given, np.ndarray) else ""
-        raise DataError(f"a shift takes a tensor, got {kind(given)}{advice}")
+        advice = " Try torch.from_numpy(images)." if isinstance(given, np.ndarray) else ""
+        raise DataError(f"Expected a tensor to shift, got {kind(given)}.{advice}")

@@ -72,7 +72,7 @@ def speckle_noise(images: Tensor, *, generator: torch.Generator, deviation: floa
 
 
 def gaussian_blur(images: Tensor, *, generator: torch.Generator | None = None, sigma: float) -> Tensor:
-    """Blur with a Gaussian. Draws nothing."""
+    """Blur with a Gaussian. Deterministic."""
     check_images(images)
     # Float64: in flat areas the last bit decides whether truncation loses a grey level.
     return finish(primitives.gaussian_blur(to_unit(images, torch.float64), sigma))
@@ -101,7 +101,7 @@ def glass_blur(images: Tensor, *, generator: torch.Generator, sigma: float, pass
 
 
 def defocus_blur(images: Tensor, *, generator: torch.Generator | None = None, radius: float, sigma: float) -> Tensor:
-    """Blur with a softened disk. Draws nothing."""
+    """Blur with a softened disk. Deterministic."""
     check_images(images)
     # The float32 weights do not quite sum to one; in flat areas, this decides what truncation does.
     kernel = defocus_kernel(radius, sigma)
@@ -133,7 +133,7 @@ def motion_blur(images: Tensor, *, generator: torch.Generator, radius: int, sigm
 
 
 def zoom_blur(images: Tensor, *, generator: torch.Generator | None = None, copies: int) -> Tensor:
-    """Average the picture with `copies` enlargements of it by 1.00, 1.01, 1.02, ... Draws nothing."""
+    """Average the picture with `copies` enlargements of it by 1.00, 1.01, 1.02, ... Deterministic."""
     check_images(images)
     unit = to_unit(images)
     total = torch.zeros_like(unit)
@@ -214,7 +214,7 @@ def frost(
     """
     check_colour(images)
     if not textures:
-        raise DataError("frost needs at least one texture, got none: pass textures=shifts.textures.frost()")
+        raise DataError("Expected at least one texture for frost, got none. Pass textures=shifts.textures.frost().")
     count, _, height, width = images.shape
     windows = crop(textures[:FROST_TEXTURES], count, height, width, generator)
     # Float64, since whole results are frequent here and truncation would turn 8.9999999 into 8.
@@ -250,8 +250,6 @@ def spatter(
     `strength` is how much the brightest point of the water lightens, `edge_sigma` how soft drops of mud end.
     """
     check_colour(images)
-    if liquid not in LIQUIDS:
-        raise DataError(f"spatter knows water and mud, got {liquid!r}")
     count, _, height, width = images.shape
     drops = primitives.gaussian_blur(normal((count, height, width), mean, deviation, generator), sigma)
     drops = drops.masked_fill_(drops < threshold, 0)
@@ -333,21 +331,21 @@ def equalise(levels: Tensor) -> Tensor:
 
 
 def brightness(images: Tensor, *, generator: torch.Generator | None = None, shift: float) -> Tensor:
-    """Raise the value of hue, saturation and value. Draws nothing."""
+    """Raise the value of hue, saturation and value. Deterministic."""
     check_colour(images)
     hue, saturation, value = to_hsv(to_unit(images, torch.float64))
     return finish(from_hsv(hue, saturation, (value + shift).clamp_(0, 1)))
 
 
 def saturate(images: Tensor, *, generator: torch.Generator | None = None, factor: float, shift: float) -> Tensor:
-    """Scale and raise the saturation; a raise turns grey reddish, as grey has hue 0. Draws nothing."""
+    """Scale and raise the saturation; a raise turns grey reddish, as grey has hue 0. Deterministic."""
     check_colour(images)
     hue, saturation, value = to_hsv(to_unit(images, torch.float64))
     return finish(from_hsv(hue, (saturation * factor + shift).clamp_(0, 1), value))
 
 
 def contrast(images: Tensor, *, generator: torch.Generator | None = None, factor: float) -> Tensor:
-    """Pull every channel towards its own mean over the picture. Draws nothing."""
+    """Pull every channel towards its own mean over the picture. Deterministic."""
     check_images(images)
     mean = to_unit(images.double().mean(dim=(-2, -1), keepdim=True), torch.float64)
     return finish((to_unit(images, torch.float64) - mean).mul_(factor).add_(mean))
@@ -399,7 +397,7 @@ def affine_positions(
 
 
 def pixelate(images: Tensor, *, generator: torch.Generator | None = None, factor: float) -> Tensor:
-    """Shrink the sides to `int(factor * side)` and enlarge them again into blocks. Draws nothing.
+    """Shrink the sides to `int(factor * side)` and enlarge them again into blocks. Deterministic.
 
     Shrinking averages whole pixels without weights and rounds after each axis, as Pillow's box filter does.
     """
@@ -427,7 +425,7 @@ def _shrink(values: Tensor, factor: float) -> Tensor:
 
 
 def jpeg_compression(images: Tensor, *, generator: torch.Generator | None = None, quality: int) -> Tensor:
-    """Write and read back as JPEG with Pillow's defaults (bits depend on its libjpeg). Draws nothing."""
+    """Write and read back as JPEG with Pillow's defaults (bits depend on its libjpeg). Deterministic."""
     check_images(images)
     from PIL import Image
 
@@ -452,8 +450,8 @@ def check_colour(images: Tensor) -> None:
     check_images(images)
     if images.shape[1] != 3:
         raise DataError(
-            f"this shift changes colours and takes 3 channels, got {images.shape[1]}; "
-            "repeat a grey channel three times first"
+            f"Expected 3 channels for a shift of colours, got {images.shape[1]}. Repeat a grey channel three times "
+            "first."
         )
 
 

@@ -45,13 +45,14 @@ def on_grey(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         check_images(images)
         if min(images.shape[-2:]) < SMALLEST_SIDE:
             raise DataError(
-                f"a glyph shift takes images of at least {SMALLEST_SIDE} pixels a side, got {list(images.shape)}"
+                f"Expected images of at least {SMALLEST_SIDE} pixels a side for a glyph shift, got "
+                f"{list(images.shape)}."
             )
         grey = images[:, :1]
         if not torch.equal(images, grey.expand_as(images)):
             raise DataError(
-                "a glyph shift takes grey images, one channel or three equal ones, got three that differ: "
-                "convert them to grey first"
+                "Expected grey images for a glyph shift, one channel or three equal ones, got three that differ. "
+                "Convert them to grey first."
             )
         shifted = function(grey, generator=generator, **parameters)
         return shifted.repeat(1, 3, 1, 1) if images.shape[1] > shifted.shape[1] else shifted
@@ -95,7 +96,7 @@ def fog(images: Tensor, *, generator: torch.Generator, strength: float, decay: f
     """
     count, _, height, width = images.shape
     if max(height, width) > FOG_SIZE:
-        raise DataError(f"fog takes images of at most {FOG_SIZE} x {FOG_SIZE} pixels, got {height} x {width}")
+        raise DataError(f"Expected images of at most {FOG_SIZE} x {FOG_SIZE} pixels for fog, got {height} x {width}.")
     unit = to_unit(images)
     cloud = plasma(count, FOG_SIZE, decay, generator, window=max(height, width))[:, None, :height, :width]
     white = unit.amax(dim=(1, 2, 3), keepdim=True)

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shiftmend.errors import DataError
-
 # Cost of one step to a neighbour in 1/65536 pixel: sideways, diagonal, and a knight's move.
 CHAMFER_UNIT = 65536
 CHAMFER_SIDE, CHAMFER_DIAGONAL, CHAMFER_KNIGHT = 65536, 91750, 143976
@@ -40,11 +38,10 @@ def border_index(index: Tensor, length: int, mode: str) -> Tensor:
     if mode == "reflect":
         wrapped = index.remainder(2 * length)
         return torch.minimum(wrapped, 2 * length - 1 - wrapped)
-    if mode == "mirror":
-        period = max(2 * (length - 1), 1)
-        wrapped = index.remainder(period)
-        return torch.minimum(wrapped, period - wrapped).clamp_(max=length - 1)
-    raise DataError(f"unknown border {mode!r}, expected nearest, reflect or mirror")
+    assert mode == "mirror"
+    period = max(2 * (length - 1), 1)
+    wrapped = index.remainder(period)
+    return torch.minimum(wrapped, period - wrapped).clamp_(max=length - 1)
 
 
 def pad(values: Tensor, amount: int, dim: int, mode: str) -> Tensor:
@@ -114,8 +111,6 @@ def plasma(count: int, size: int, decay: float, generator: torch.Generator, *, w
     `size` is a power of two. With `window` only the top left `[count, window, window]` is kept of maps that
     were rescaled as a whole, and the work is done in portions, so that many large maps fit into memory.
     """
-    if size < 2 or size & (size - 1):
-        raise DataError(f"a plasma map needs a power of two as its size, got {size}")
     if window is None:
         return _plasma(count, size, decay, generator)
     portion = max(1, 2**23 // size**2)

@@ -40,10 +40,13 @@ def contact_sheet(
     """
     target = Path(path)
     if target.suffix.lower() not in FORMATS:
-        raise DataError(f"a contact sheet is a PNG or JPEG file, got {target.name}: give it a name ending in .png")
+        raise DataError(
+            f"Expected a PNG or JPEG file for a contact sheet, got {target.name}. Give it a name ending in .png."
+        )
     if not names or columns < 1 or scale < 1:
         raise DataError(
-            f"a contact sheet needs at least one shift, column and scale of 1, got {len(names)}, {columns}, {scale}"
+            f"Expected at least one shift, one column and a scale of 1 for a contact sheet, got {len(names)}, "
+            f"{columns} and {scale}."
         )
     rows = []
     for name in names:

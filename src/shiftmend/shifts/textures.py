@@ -96,12 +96,12 @@ def crop(pictures: Sequence[Tensor], count: int, height: int, width: int, genera
     The last place of each axis is never drawn, as in the generators of the published sets.
     """
     if not pictures:
-        raise DataError("there is no texture to cut windows from, expected at least one")
+        raise DataError("Expected at least one texture to cut windows from, got none.")
     for picture in pictures:
         if picture.shape[1] <= height or picture.shape[2] <= width:
             raise DataError(
-                f"a texture must be larger than the images it is laid under, {height} x {width}, "
-                f"got one of {picture.shape[1]} x {picture.shape[2]}"
+                f"Expected a texture larger than the images, {height} x {width}, got {picture.shape[1]} x "
+                f"{picture.shape[2]}. Use a larger picture."
             )
     # float64, because in float32 a number just below 1 can reach the size itself when multiplied by it.
     draws = torch.rand(3, count, generator=generator, device=generator.device, dtype=torch.float64)
@@ -128,7 +128,7 @@ def _load(name: str, folder: Folder) -> list[tuple[str, Tensor]]:
 
 def _texture(name: str, folder: Folder) -> tuple[str, Tensor]:
     if name not in NAMES:
-        raise DataError(f"unknown texture {name!r}, expected one of {', '.join(NAMES)}")
+        raise DataError(f"Expected the texture to be one of {', '.join(NAMES)}, got {name!r}.")
     if folder is None:
         return "procedural", _draw_procedural(name)
     path = _find(name, [_resolve_folder(folder)])
@@ -156,7 +156,7 @@ def _photographs(folder: Folder) -> list[tuple[str, Tensor]]:
     paths = photograph_files(folder)
     if not paths:
         place = _photograph_folder(_resolve_folder(folder))
-        raise DataError(f"no photographs in {place}, expected files ending in {', '.join(SUFFIXES)} there")
+        raise DataError(f"Expected photographs ending in {', '.join(SUFFIXES)} in {place}, got none. Put some there.")
     return [(str(path), _read(path)) for path in paths]
 
 
@@ -177,14 +177,13 @@ def _find(name: str, folders: list[Path]) -> Path:
                 return path
     expected = " or ".join(str(folder / f"{name}.png") for folder in folders)
     raise DataError(
-        f"the texture {name} is missing, expected {expected} (or .jpg): put one there, "
-        "or leave the folder out to use the stand-ins of the package"
+        f"Expected the texture {name} at {expected} (or .jpg), got none. Put one there, or leave the folder out."
     )
 
 
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
-        raise DataError(f"there is no folder {folder} with textures, expected one that exists")
+        raise DataError(f"Expected a folder with textures, got {folder}, which does not exist. Name another.")
 
 
 def _read(path: Path) -> Tensor:

@@ -1,4 +1,4 @@
-"""Answers of a classifier at home: the share of each class among them, and how certain they are."""
+"""Predictions of a classifier at home: the share of each class, and the mean confidence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shiftmend.utils.devices import sum_dtype
 @register
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """Shares `[classes]` of the predicted classes, and their mean probability `[1]`."""
+    """Shares `[classes]` of the predicted classes, and the mean confidence `[1]`."""
 
     kind: ClassVar[str] = "answers"
     tensor_dims: ClassVar[Mapping[str, int]] = {"shares": 1, "confidence": 1}
@@ -28,14 +28,14 @@ class Answers:
     samples: int
 
     def to(self, device: torch.device) -> Answers:
-        """Return the same answers on a device."""
+        """Return the same predictions on a device."""
         return Answers(self.shares.to(device), self.confidence.to(device), self.samples)
 
     @classmethod
     def mix(cls, parts: Sequence[Answers], times: Sequence[float]) -> Answers:
-        """Return the answers to all samples together, where each sample of a part counts `times`."""
+        """Combine the predictions of all samples, with the weight `times` for each sample of a part."""
         sizes = [part.samples * number for part, number in zip(parts, times, strict=True)]
-        # Plain numbers: a tensor would lie on the default device of torch.
+        # Plain numbers are used, because a tensor would lie on torch's default device.
         weights = [size / sum(sizes) for size in sizes]
         shares = sum(weight * part.shares for weight, part in zip(weights, parts, strict=True))
         confidence = sum(weight * part.confidence for weight, part in zip(weights, parts, strict=True))
@@ -44,7 +44,7 @@ class Answers:
         return cls(shares, confidence, max(1, round(sum(sizes))))
 
     def divergence(self, values: Tensor) -> Tensor:
-        """Compute the total variation between the shares and those of logits `[N, classes]`; it has no gradient."""
+        """Compute the total variation between the shares and those of logits `[N, classes]`; not differentiable."""
         own = functional.one_hot(values.argmax(1), len(self.shares)).to(self.shares.dtype).mean(0)
         return (own - self.shares.to(own.device)).abs().sum() / 2
 
@@ -58,14 +58,14 @@ class Answers:
 
     @classmethod
     def from_file(cls, name: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], frame: Frame) -> Answers:
-        """Build the answers that a file holds."""
+        """Build the predictions from the content of a file."""
         if len(tensors["confidence"]) != 1 or len(tensors["shares"]) < 2:
             raise ProfileError(f"the {name} should have shares of two classes or more, and one confidence")
         samples = read_whole_number(facts["samples"], f"the number of samples of the {name}")
         return Answers(tensors["shares"], tensors["confidence"], samples)
 
     def problems(self) -> list[str]:
-        """List what is wrong with the numbers, in words."""
+        """List the problems of the numbers, one sentence each."""
         both = torch.cat([self.shares, self.confidence])
         if not bool(both.isfinite().all()):
             return ["shares or confidence are not finite"]
@@ -75,18 +75,18 @@ class Answers:
 
 
 class AnswerTracker:
-    """Accumulator of answers over batches of logits.
+    """Accumulator of predictions over batches of logits.
 
-    A model with a single output has no answers here: without a rehearsal nobody knows whether that output is a
-    quantity, as `verification/reading.py` takes it then, or the logit of class 1 against class 0.
+    Models with a single output are ignored: without a rehearsal, it is unknown whether the output is a quantity, as
+    `verification/reading.py` then assumes, or a binary logit.
     """
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None
-        """Counts of the classes, and the sum of the probabilities of the predicted ones."""
+        """Counts of the predicted classes, and the sum of their probabilities."""
 
     def update(self, logits: Tensor) -> None:
-        """Take in logits `[N, classes]`; a single output is left out."""
+        """Add logits `[N, classes]`; a single output is ignored."""
         if logits.shape[1] < 2:
             return
         dtype = sum_dtype(logits.device)
@@ -96,7 +96,7 @@ class AnswerTracker:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def answers(self) -> Answers | None:
-        """Return the answers over all processes as a profile stores them; None if there are none."""
+        """Return the predictions over all processes in the form of a profile; None if there are none."""
         if self._sums is None:
             return None
         sums = (all_sum(self._sums) if is_distributed() else self._sums).cpu().double()

@@ -1,4 +1,4 @@
-"""Divergences between histograms: one table, read by the CPU path and by the CUDA kernels alike.
+"""Divergences between histograms: one table for the CPU path and the CUDA kernels.
 
 Equation numbers are those of the paper: (2) is the alignment loss, (3) the KL divergence.
 """
@@ -31,9 +31,9 @@ KLWeights = tuple[float, float]
 class Divergence:
     """A divergence between two tables of bin probabilities, source first.
 
-    `function` takes two tables `[..., B]` and returns `[...]`. `kl_weights` writes the same divergence as a weighted
-    sum of the two KL divergences, given the number of bins B: the CUDA kernels compute such sums alone. Leave it out
-    for any other divergence, which then takes the generic path on CUDA, too.
+    `function` takes two tables `[..., B]` and returns `[...]`. `kl_weights` expresses the same divergence as a weighted
+    sum of the two KL divergences, given the number of bins B; the CUDA kernels compute only such sums. Omit it for any
+    other divergence, which then uses the generic path on CUDA as well.
     """
 
     function: Callable[[Tensor, Tensor], Tensor]
@@ -61,8 +61,8 @@ def psi(p: Tensor, q: Tensor) -> Tensor:
 def scaled_kl(p: Tensor, q: Tensor) -> Tensor:
     """Compute D_KL(p || q) with logarithms to the base B, which makes it one of the two terms of `psi`.
 
-    The public reference implementation divides every entropy by ln B, and published learning rates belong to that
-    scale: in nats a step on 10 bins would be ln 10 = 2.3 times as large.
+    The public reference implementation divides every entropy by ln B, and the published learning rates belong to that
+    scale: in nats, a step with 10 bins would be ln 10 = 2.3 times as large.
     """
     return kl(p, q) / math.log(p.shape[-1])
 
@@ -98,17 +98,17 @@ def divergence(source: Tensor, target: Tensor, kind: str = "psi") -> Tensor:
     """
     if source.shape != target.shape:
         raise ShiftmendError(
-            f"expected two tables of counts of one shape, got {list(source.shape)} and {list(target.shape)}"
+            f"Expected two tables of counts of one shape, got {list(source.shape)} and {list(target.shape)}."
         )
     check_known(kind, DIVERGENCES, "divergence")
     return DIVERGENCES[kind].function(source, target)
 
 
 def sampling_floor(bins: Bins, source_samples: float, target_samples: float) -> float:
-    """Estimate the PSI that two samples of one distribution show by chance: (B - 1)(1/n + 1/m) / ln B.
+    """Estimate the PSI of two samples of one distribution, due to sampling noise: (B - 1)(1/n + 1/m) / ln B.
 
-    Both KL divergences together tend to Pearson's chi-square, whose expectation this is. The mean that was measured
-    is 0.7 to 1.0 times the floor, since soft bins and empty bins show less; so up to a third of a floor goes
-    unnoticed. A single unit varies around the mean by chance, from a tenth of it to three times as much.
+    The sum of both KL divergences tends to Pearson's chi-square, whose expectation this is. The measured mean is 0.7 to
+    1.0 times the floor, because soft and empty bins show less noise; so up to a third of a floor goes unnoticed. A
+    single unit varies around the mean, from a tenth of it to three times as much.
     """
     return (bins.total - 1) * (1 / source_samples + 1 / target_samples) / math.log(bins.total)

@@ -1,4 +1,4 @@
-"""Gaussians of features, the paper's other descriptions: one for each feature, or one over all of them together."""
+"""Gaussians of features, the paper's alternative descriptions: one per feature, or one over all features."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shiftmend.utils.checks import counted
 from shiftmend.utils.devices import sum_dtype
 
 MIN_RELATIVE_VARIANCE = 1e-6
-"""The least variance of a batch, as a share of the source's (of a full Gaussian: of the part of it that the other units
-do not explain). A unit that is dead on the target then gives a large number, and neither NaN nor infinity."""
+"""Smallest variance of a batch, relative to the source's (for a full Gaussian: to the part that other units do not
+explain). A unit that is constant on the target then gives a large number instead of NaN or infinity."""
 
 
 @register
@@ -41,7 +41,7 @@ class MarginalGaussian:
 
     @classmethod
     def mix(cls, parts: Sequence[MarginalGaussian], times: Sequence[float]) -> MarginalGaussian:
-        """Return the Gaussian of all samples together, where each sample of a part counts `times`."""
+        """Combine the Gaussian of all samples, with the weight `times` for each sample of a part."""
         return MarginalGaussian(*_mix_moments(parts, [part.variance for part in parts], times))
 
     def divergence(self, values: Tensor) -> Tensor:
@@ -67,16 +67,16 @@ class MarginalGaussian:
     def from_file(
         cls, name: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], frame: Frame
     ) -> MarginalGaussian:
-        """Build the Gaussian that a file holds."""
+        """Build the Gaussian from the content of a file."""
         _check_sizes(name, tensors, {"mean": len(frame.mean), "variance": len(frame.mean)})
         samples = read_whole_number(facts["samples"], f"the number of samples of the {name}")
         return MarginalGaussian(tensors["mean"], tensors["variance"], samples)
 
     def problems(self) -> list[str]:
-        """List what is wrong with the moments, in words."""
+        """List the problems of the moments, one sentence each."""
         if not bool(torch.isfinite(self.mean).all() & torch.isfinite(self.variance).all()):
             return ["mean or variance is not finite"]
-        # Zero is in order: a unit can be silent for one class and vary for others.
+        # Zero is valid: a unit can be constant for one class and vary for others.
         return ["a variance is negative"] if bool((self.variance < 0).any()) else []
 
 
@@ -110,7 +110,7 @@ class FullGaussian:
 
     @classmethod
     def mix(cls, parts: Sequence[FullGaussian], times: Sequence[float]) -> FullGaussian:
-        """Return the Gaussian of all samples together, where each sample of a part counts `times`."""
+        """Combine the Gaussians of all samples, with the weight `times` for each sample of a part."""
         return FullGaussian(*_mix_moments(parts, [part.covariance for part in parts], times))
 
     def divergence(self, values: Tensor, shrinkage: float = 0.0) -> Tensor:
@@ -118,7 +118,7 @@ class FullGaussian:
         return Comparison.to_source(self, shrinkage)(values)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the mean and the upper triangle of the covariance, row by row: the matrix is symmetric."""
+        """Return the mean and the upper triangle of the symmetric covariance, row by row."""
         rows, columns = torch.triu_indices(*self.covariance.shape, device="cpu")
         return {"mean": self.mean, "covariance": self.covariance[rows, columns]}
 
@@ -130,7 +130,7 @@ class FullGaussian:
     def from_file(
         cls, name: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], frame: Frame
     ) -> FullGaussian:
-        """Build the Gaussian that a file holds."""
+        """Build the Gaussian from the content of a file."""
         units = len(frame.mean)
         _check_sizes(name, tensors, {"mean": units, "covariance": (units * (units + 1)) // 2})
         samples = read_whole_number(facts["samples"], f"the number of samples of the {name}")
@@ -142,7 +142,7 @@ class FullGaussian:
         return FullGaussian(tensors["mean"], covariance, samples)
 
     def problems(self) -> list[str]:
-        """List what is wrong with the moments, in words."""
+        """List the problems of the moments, one sentence each."""
         if not bool(torch.isfinite(self.covariance).all()):
             return ["a covariance is not finite"]
         found = self.marginal().problems()
@@ -160,14 +160,16 @@ def _check_sizes(name: str, tensors: Mapping[str, Tensor], sizes: Mapping[str, i
 def _mix_moments(
     parts: Sequence[MarginalGaussian | FullGaussian], spreads: Sequence[Tensor], times: Sequence[float]
 ) -> tuple[Tensor, Tensor, int]:
-    """Compute mean, unbiased (co)variance and number of all samples together, in float64 in between."""
+    """Compute mean, unbiased (co)variance and number of all samples together, in float64."""
     first = parts[0]
     for other in parts[1:]:
         if first.mean.shape != other.mean.shape:
-            raise ProfileError(f"a Gaussian of {len(first.mean)} units cannot be merged with one of {len(other.mean)}")
+            raise ProfileError(
+                f"Expected Gaussians of as many units to merge, got {len(first.mean)} and {len(other.mean)}."
+            )
     sizes = [number * part.samples for part, number in zip(parts, times, strict=True)]
     total = sum(sizes)
-    # Means are averaged as differences from the first: close together and far from zero, they would lose digits.
+    # Means are averaged as differences from the first, which keeps digits if they are close together and far from zero.
     start = first.mean.double()
     mean = start + sum((part.mean.double() - start) * (size / total) for part, size in zip(parts, sizes, strict=True))
     squares = torch.zeros_like(spreads[0], dtype=torch.float64)
@@ -181,11 +183,13 @@ def _mix_moments(
 
 def _check_has_variance(samples: int) -> None:
     if samples < 2:
-        raise AdaptationError("a batch of one sample has no variance to compare with the source's; use larger batches")
+        raise AdaptationError(
+            "Expected batches of at least two samples, since one has no variance, got one. Use larger batches."
+        )
 
 
 def shrink(covariance: Tensor, shrinkage: float) -> Tensor:
-    """Multiply the covariances between different units by 1 - `shrinkage`: positive definite even from few samples."""
+    """Scale the covariances between different units by 1 - `shrinkage`, so that few samples suffice to invert."""
     if shrinkage == 0:
         return covariance
     return covariance * (1 - shrinkage) + torch.diag(covariance.diagonal() * shrinkage)
@@ -193,12 +197,12 @@ def shrink(covariance: Tensor, shrinkage: float) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """A full Gaussian made ready to compare batches with: KL(N_batch || N_source), in closed form.
+    """A full Gaussian prepared for comparisons with batches: KL(N_batch || N_source) in closed form.
 
-    With means m, covariances C, the source's precision P = C_s^-1 and D units, the divergence is
-    1/2 (tr(P C_b) + (m_s - m_b)' P (m_s - m_b) - D + ln det C_s - ln det C_b). Without shrinkage a batch needs more
-    samples than there are units, or else its determinant is zero. Shrinkage applies to both sides, so that the source
-    against itself still gives zero. The arithmetic is float64 where the device has it.
+    With means m, covariances C, the source's precision P = C_s^-1 and D units, the divergence is 1/2 (tr(P C_b) + (m_s
+    - m_b)' P (m_s - m_b) - D + ln det C_s - ln det C_b). Without shrinkage, a batch needs more samples than there are
+    units; otherwise its determinant is zero. Shrinkage applies to both sides, so that the divergence of the source from
+    itself is zero. The arithmetic is float64 if the device supports it.
     """
 
     mean: Tensor
@@ -208,7 +212,7 @@ class Comparison:
 
     @staticmethod
     def to_source(source: FullGaussian, shrinkage: float = 0.0) -> Comparison:
-        """Prepare comparisons with the source: its covariance is inverted once for all batches."""
+        """Prepare comparisons with the source; its covariance is inverted once for all batches."""
         device = source.mean.device
         dtype = sum_dtype(device)
         if dtype != torch.float64:
@@ -217,8 +221,8 @@ class Comparison:
         factor, failed = torch.linalg.cholesky_ex(shrink(source.covariance.double(), shrinkage))
         if bool(failed):
             raise AdaptationError(
-                f"the covariance of the source's {len(source.mean)} features is singular "
-                f"({counted(source.samples, 'sample')}); use full-gauss with shrinkage, e.g. shrinkage=0.1"
+                f"Expected a covariance that can be inverted, got a singular one of {len(source.mean)} features from "
+                f"{counted(source.samples, 'sample')}. Try full-gauss with shrinkage=0.1."
             )
         parts = source.mean, torch.cholesky_inverse(factor), _log_determinant(factor)
         mean, precision, log_determinant = (part.to(dtype).to(device) for part in parts)
@@ -228,8 +232,8 @@ class Comparison:
         samples, units = values.shape
         if samples <= units and self.shrinkage == 0:
             raise AdaptationError(
-                f"full-gauss needs batches of more than {units} samples for {units} features, got {samples}; use a "
-                "larger batch, or shrinkage, e.g. shrinkage=0.1"
+                f"Expected batches of more than {units} samples for the covariance of {units} features, got {samples}. "
+                "Use larger batches, or shrinkage=0.1."
             )
         _check_has_variance(samples)
         values = values.to(self.mean.dtype)
@@ -256,7 +260,7 @@ def _log_determinant(factor: Tensor) -> Tensor:
 
 
 class CovarianceTracker:
-    """Collects mean and covariance of all units together, in float64 and independent of the order of batches."""
+    """Tracker of the mean and covariance of all units, in float64 and independent of the order of batches."""
 
     def __init__(self) -> None:
         self.samples = 0
@@ -265,7 +269,7 @@ class CovarianceTracker:
         """Sums of products of deviations from the mean `[D, D]`."""
 
     def update(self, values: Tensor) -> None:
-        """Take in a batch of values `[N, D]`."""
+        """Add a batch of values `[N, D]`."""
         values = values.detach().to(sum_dtype(values.device))
         mean = values.mean(0)
         centred = values - mean
@@ -292,6 +296,6 @@ class CovarianceTracker:
         return reduced
 
     def gaussian(self) -> FullGaussian:
-        """Return mean and unbiased covariance as a profile stores them."""
+        """Return mean and unbiased covariance in the form of a profile."""
         covariance = self.products / max(1, self.samples - 1)
         return FullGaussian(self.mean.float().cpu(), covariance.float().cpu(), self.samples)

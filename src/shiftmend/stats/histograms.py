@@ -42,37 +42,37 @@ MAX_INNER_BINS = 1024
 
 
 SHARP_TEMPERATURE = 0.01
-"""The paper's temperature. The slices for verification always have it: softer bins make every divergence smaller, and
-a verdict must not depend on how soft the other bins of a profile are."""
+"""The paper's temperature. Verification slices always use it: softer bins make every divergence smaller, and a verdict
+must not depend on the softness of a profile's other bins."""
 
 
 SOFT_TEMPERATURE = 0.05
-"""For networks without BatchNorm, whose features may lie where sharp bins give no gradient. Measured by
+"""Temperature for networks without BatchNorm, whose features may be where sharp bins give no gradient. Measured by
 `benchmarks/temperatures.py`."""
 
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30
-"""Temperatures that float32 can compute with: hard bins at one end, equal shares for all bins at the other."""
+"""Range of temperatures that float32 supports: hard bins at one end, equal shares for all bins at the other."""
 
 
 MIN_RELATIVE_RANGE = 1e-4
-"""A unit whose range is below this share of its magnitude counts as constant: rounding would shape its bins."""
+"""Ranges below this fraction of a unit's magnitude count as constant, because rounding would determine the bins."""
 
 
 MIN_LOG_WEIGHT = -80.0
-"""Smaller logarithms of a bin's weight are raised to this: exp(-80) does not count, and denormal numbers are slow."""
+"""Lower bound of the logarithm of a bin's weight: exp(-80) is negligible, and denormal numbers are slow."""
 
 
 _SHARES_AT_ONCE = {"cpu": 1 << 18, "other": 1 << 24}
-"""Shares computed at once: by each CPU thread, in the cache of its core; by a GPU."""
+"""Number of shares that are computed at once: per CPU thread, to fit its cache; on a GPU."""
 
 
 _COUNT_TOLERANCE = 1e-3
-"""Relative error of a row sum that float32 counts of millions of samples may have."""
+"""Tolerated relative error of a row sum, due to float32 counts of millions of samples."""
 
 
 _outside_inference_mode = torch.inference_mode(False)
-"""Context for making cached tensors: a loss cannot be differentiated with tensors made in inference mode."""
+"""Context for making cached tensors, since tensors made in inference mode cannot be part of a loss."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,14 @@ class Bins:
         if not is_whole(self.count) or not 1 <= self.inner <= MAX_INNER_BINS:
             outer = 2 if self.layout == "paper" else 0
             raise ShiftmendError(
-                f"the number of bins in the {self.layout} layout must be a whole number from {1 + outer} to "
-                f"{MAX_INNER_BINS + outer}, got {brief(self.count)}"
+                f"Expected the number of bins in the {self.layout} layout to be whole, from {1 + outer} to "
+                f"{MAX_INNER_BINS + outer}, got {brief(self.count)}."
             )
         given: Any = self.temperature
         if not (is_real(given) and MIN_TEMPERATURE <= given <= MAX_TEMPERATURE):
             raise ShiftmendError(
-                f"the temperature must be a number from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, got {brief(given)}"
+                f"Expected the temperature to be a number from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, got "
+                f"{brief(given)}."
             )
         object.__setattr__(self, "count", int(self.count))
         object.__setattr__(self, "temperature", float(given))
@@ -146,12 +147,12 @@ class Bins:
 
 
 def check_bins(given: Any, default: Bins) -> Bins:
-    """Return bins as a caller gave them, or the default; refuse a plain number, which does not say what it counts."""
+    """Return the given bins, or the default; refuse a plain number, which could mean either layout."""
     if given is None:
         return default
     if not isinstance(given, Bins):
         example = f"Bins({given})" if is_whole(given) else "Bins(8)"
-        raise ShiftmendError(f"bins is {brief(given)}, expected shiftmend.Bins, e.g. bins={example}")
+        raise ShiftmendError(f"Expected bins to be shiftmend.Bins, e.g. {example}, got {brief(given)}.")
     return given
 
 
@@ -169,7 +170,7 @@ def as_samples(activations: Tensor, channel_axis: int = 1) -> Tensor:
 
 
 def usable_units(low: Tensor, high: Tensor) -> Tensor:
-    """Find the units `[D]` that varied enough on the source to have a histogram: neither constant nor infinite."""
+    """Find the units `[D]` that varied on the source enough for a histogram: neither constant nor infinite."""
     extent = high - low
     magnitude = torch.maximum(low.abs(), high.abs())
     varies = (extent > MIN_RELATIVE_RANGE * magnitude) & (extent > torch.finfo(low.dtype).tiny / EPSILON)
@@ -177,7 +178,7 @@ def usable_units(low: Tensor, high: Tensor) -> Tensor:
 
 
 def inverse_range(low: Tensor, high: Tensor) -> Tensor:
-    """Compute one over the range of each usable unit `[D]`, and 0 for the others."""
+    """Compute the reciprocal range of each usable unit `[D]`, and 0 for the others."""
     usable = usable_units(low, high)
     return torch.where(usable, 1 / torch.where(usable, high - low, 1.0), 0.0)
 
@@ -193,10 +194,10 @@ def soft_histogram(values: Tensor, low: Tensor, high: Tensor, bins: Bins, *, sca
         low: The lowest source value `[D]` of each unit.
         high: The highest source value `[D]` of each unit.
         bins: The B bins.
-        scale: `inverse_range(low, high)`, where the caller has it already.
+        scale: `inverse_range(low, high)`, if the caller has already computed it.
 
     Returns:
-        Probabilities `[D, B]`. A unit that is not usable gets a row that is finite and means nothing.
+        Probabilities `[D, B]`. The row of a unit that is not usable is finite but meaningless.
 
     Raises:
         ShiftmendError: If the shapes do not fit together.
@@ -207,10 +208,10 @@ def soft_histogram(values: Tensor, low: Tensor, high: Tensor, bins: Bins, *, sca
         tensor([[0.0000, 0.5000, 0.2500, 0.2500]])
     """
     if values.ndim != 2 or values.shape[0] == 0:
-        raise ShiftmendError(f"a soft histogram takes values [samples, units], got {list(values.shape)}")
+        raise ShiftmendError(f"Expected values [samples, units] for a soft histogram, got {list(values.shape)}.")
     if low.shape != values.shape[1:] or high.shape != low.shape:
         raise ShiftmendError(
-            f"the ranges are of {low.shape[0] if low.ndim else 0} units but the values have {values.shape[1]}"
+            f"Expected ranges for {values.shape[1]} units, as the values have, got {low.shape[0] if low.ndim else 0}."
         )
     if kernels.supports(values, bins):
         low, high = (given.to(values.device, torch.float32) for given in (low, high))
@@ -290,10 +291,10 @@ Buffers = tuple[Tensor, Tensor]
 
 
 def _allocate_buffers(values: Tensor, bins: Bins) -> Buffers:
-    """Allocate memory that all parts of the values use in turn.
+    """Allocate memory that is reused for all parts of the values.
 
-    An allocator may give large blocks back to the system, which fills their pages with zeros anew: allocating for each
-    part took up to half of the time (`docs/speed.md`).
+    An allocator may return large blocks to the system, which zeroes their pages again; allocating for each part took up
+    to half of the time (`docs/speed.md`).
     """
     shares = values.new_empty(bins.total, *values.shape)
     return shares, torch.empty_like(shares)
@@ -358,7 +359,7 @@ class Histogram:
     @cached_property
     @_outside_inference_mode
     def scale(self) -> Tensor:
-        """One over the range of each usable unit `[D]`, 0 for the others."""
+        """Reciprocal range of each usable unit `[D]`, 0 for the others."""
         return inverse_range(self.low, self.high)
 
     @property
@@ -371,7 +372,7 @@ class Histogram:
         if self.counts.device == device:
             return self
         moved = Histogram(self.counts.to(device), self.low.to(device), self.high.to(device), self.samples, self.bins)
-        # The number is known already: computing it there would wait for the device.
+        # The number is known; computing it on the device would synchronise.
         moved.__dict__["usable_count"] = self.usable_count
         return moved
 
@@ -401,12 +402,12 @@ class Histogram:
 
     @classmethod
     def mix(cls, parts: Sequence[Histogram], times: Sequence[float]) -> Histogram:
-        """Add histograms with the same ranges and bins, where each sample of a part counts `times`."""
+        """Add histograms with the same ranges and bins, with the weight `times` for each sample of a part."""
         first = parts[0]
         for other in parts[1:]:
             same_ranges = torch.equal(first.low, other.low) and torch.equal(first.high, other.high)
             if not same_ranges or first.bins != other.bins:
-                raise ProfileError(f"these histograms were collected over different ranges or bins; {LIKE_HINT}")
+                raise ProfileError(f"Expected histograms of the same ranges and bins, got different ones. {LIKE_HINT}.")
         counts = sum(part.counts.double() * number for part, number in zip(parts, times, strict=True))
         samples = round(sum(part.samples * number for part, number in zip(parts, times, strict=True)))
         assert isinstance(counts, Tensor)
@@ -422,12 +423,12 @@ class Histogram:
 
     @classmethod
     def from_file(cls, name: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], frame: Frame) -> Histogram:
-        """Build the histogram that a file holds."""
+        """Build the histogram from the content of a file."""
         samples = read_whole_number(facts["samples"], f"the number of samples of {name}")
         return Histogram(tensors["counts"], tensors["low"], tensors["high"], samples, frame.bins)
 
     def problems(self) -> list[str]:
-        """List what is wrong with the counts, in words."""
+        """List the problems of the counts, one sentence each."""
         counts, low, high = self.counts, self.low, self.high
         if counts.shape != (low.shape[0], self.bins.total) or low.shape != high.shape or low.shape[0] == 0:
             return [f"counts {list(counts.shape)} and ranges {list(low.shape)} do not fit {self.bins.total} bins"]
@@ -444,7 +445,7 @@ class Histogram:
 
 
 class RangeTracker:
-    """Collects the range, mean and variance of each unit, in float64 and independent of the order of batches."""
+    """Tracker of the range, mean and variance of each unit, in float64 and independent of the order of batches."""
 
     def __init__(self) -> None:
         self.samples = 0
@@ -455,7 +456,7 @@ class RangeTracker:
         """Sums of squared deviations from the mean `[D]`."""
 
     def update(self, values: Tensor) -> None:
-        """Take in a batch of values `[N, D]`."""
+        """Add a batch of values `[N, D]`."""
         for part in split_rows(values.detach()):
             self._update(part)
 
@@ -489,13 +490,13 @@ class RangeTracker:
         return (self.squares / max(1, self.samples)).sqrt()
 
     def gaussian(self) -> MarginalGaussian:
-        """Return mean and unbiased variance as a profile stores them."""
+        """Return mean and unbiased variance in the form of a profile."""
         variance = self.squares / max(1, self.samples - 1)
         return MarginalGaussian(self.mean.float().cpu(), variance.float().cpu(), self.samples)
 
 
 class CountTracker:
-    """Collects soft counts over ranges that are known, from a `RangeTracker` or from a stored histogram."""
+    """Tracker of soft counts over known ranges, from a `RangeTracker` or a stored histogram."""
 
     def __init__(self, low: Tensor, high: Tensor, bins: Bins, scale: Tensor | None = None) -> None:
         self.low, self.high, self.bins = low, high, bins
@@ -525,6 +526,6 @@ class CountTracker:
         return home.mean_divergence((self.counts / self.samples).to(home.counts.dtype))
 
     def histogram(self) -> Histogram:
-        """Return the counts as a profile stores them."""
+        """Return the counts in the form of a profile."""
         counts, low, high = (part.float().cpu() for part in (self.counts, self.low, self.high))
         return Histogram(counts, low, high, round(self.samples), self.bins)

@@ -1,7 +1,7 @@
-"""Moments of the inputs of a model: mean and variance by channel, by column, or of all values together.
+"""Moments of the inputs of a model: mean and variance per channel, per column, or of all values.
 
-Images `[N, C, H, W]` and signals `[N, C, L]` have moments by channel where axis 1 has few entries, tables and spectra
-`[N, D]` by column. All other inputs are taken as a whole.
+Images `[N, C, H, W]` and signals `[N, C, L]` have moments per channel if axis 1 has few entries, tables and spectra
+`[N, D]` per column. All other inputs are treated as a whole.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from shiftmend.stats.statistics import Frame, read_whole_number, register
 from shiftmend.utils.devices import split_rows
 
 MAX_CHANNELS = 16
-"""Inputs with more entries on axis 1 are taken as a whole instead of by channel."""
+"""Inputs with more entries on axis 1 are treated as a whole instead of per channel."""
 
 MAX_COLUMNS = 4096
-"""Tables with more columns are taken as a whole: a profile stays a small file."""
+"""Tables with more columns are treated as a whole, so that a profile stays small."""
 
 
 def unit_shape(inputs: Tensor) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ def unit_shape(inputs: Tensor) -> tuple[int, ...]:
 
 
 def as_units(inputs: Tensor) -> Tensor | None:
-    """View inputs `[N, ...]` as `[values, units]`, one column for each channel or column; None if there are no units.
+    """View inputs `[N, ...]` as `[values, units]`, one unit per channel or column; None if there are no units.
 
     Example:
         >>> import torch
@@ -72,7 +72,7 @@ class Moments:
 
     @classmethod
     def mix(cls, parts: Sequence[Moments], times: Sequence[float]) -> Moments:
-        """Return the moments of all samples together, where each sample of a part counts `times`."""
+        """Combine the moments of all samples, with the weight `times` for each sample of a part."""
         return cls._from(MarginalGaussian.mix([part._gaussian() for part in parts], times))
 
     def divergence(self, values: Tensor) -> Tensor:
@@ -89,14 +89,14 @@ class Moments:
 
     @classmethod
     def from_file(cls, name: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], frame: Frame) -> Moments:
-        """Build the moments that a file holds."""
+        """Build the moments from the content of a file."""
         mean, variance = tensors["mean"], tensors["variance"]
         if mean.shape != variance.shape or not 0 < len(mean) <= MAX_COLUMNS:
             raise ProfileError(f"mean and variance of {name} are not of the same units, 1 to {MAX_COLUMNS}")
         return Moments(mean, variance, read_whole_number(facts["samples"], f"the number of samples of the {name}"))
 
     def problems(self) -> list[str]:
-        """List what is wrong with the moments, in words."""
+        """List the problems of the moments, one sentence each."""
         return self._gaussian().problems()
 
     def _gaussian(self) -> MarginalGaussian:
@@ -108,14 +108,14 @@ class Moments:
 
 
 class MomentTracker:
-    """Collects the moments of inputs over batches, in float64."""
+    """Tracker of the moments of inputs over batches, in float64."""
 
     def __init__(self) -> None:
         self._tracker: RangeTracker | None = RangeTracker()
-        """None as soon as batches do not fit together, or hold no real numbers."""
+        """None as soon as batches do not fit together, or are not real numbers."""
 
     def update(self, inputs: Tensor) -> None:
-        """Take in a batch of inputs `[N, ...]`."""
+        """Add a batch of inputs `[N, ...]`."""
         if self._tracker is None:
             return
         for part in split_rows(inputs.detach()):
@@ -126,15 +126,15 @@ class MomentTracker:
             self._tracker.update(values)
 
     def reduce_over_processes(self) -> MomentTracker:
-        """Return the tracker of the samples of all processes; all of them see inputs of the same kind."""
+        """Return the tracker of the samples of all processes, which see inputs of the same kind."""
         reduced = MomentTracker()
         reduced._tracker = None if self._tracker is None else self._tracker.reduce_over_processes()
         return reduced
 
     def exact(self) -> tuple[Tensor, Tensor] | None:
-        """Return mean and unbiased variance `[D]`, not rounded; None if there are no finite ones.
+        """Return mean and unbiased variance `[D]` without rounding; None if they are not finite.
 
-        The variance of a unit whose values were all the same is exactly zero, which sums of squares are not.
+        The variance of a unit with equal values is exactly zero, which a sum of squares may not be.
         """
         found = self._tracker
         if found is None or found.samples == 0:
@@ -144,7 +144,7 @@ class MomentTracker:
         return (found.mean, variance) if bool(finite) else None
 
     def moments(self) -> Moments | None:
-        """Return the moments as a profile stores them; None if there are no finite ones."""
+        """Return the moments in the form of a profile; None if they are not finite."""
         found = self.exact()
         if found is None or self._tracker is None:
             return None

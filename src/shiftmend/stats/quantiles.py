@@ -1,7 +1,7 @@
-"""Quantiles of the inputs of a model, by channel, by column, or of all values together; see `moments.py` for which.
+"""Quantiles of the inputs of a model, per channel, per column, or of all values; see `moments.py`.
 
-A quantile stands for an equal share of the values: of `LEVELS` shares, each is described by its middle. So levels lie
-at (k + 1/2) / LEVELS, and the lowest and highest values of a source stay at home.
+Each of `LEVELS` quantiles is the middle of an equal share of the values. So levels are (k + 1/2) / LEVELS, and a
+profile does not reveal the lowest and highest values of the source.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from shiftmend.stats.statistics import Frame, read_whole_number, register
 from shiftmend.utils.processes import rank
 
 LEVELS = 33
-"""Quantiles of each channel or column."""
+"""Number of quantiles per channel or column."""
 
 MAX_UNITS = 1024
-"""Inputs with more channels or columns have no quantiles: a profile stays a small file (132 KiB at most)."""
+"""Inputs with more channels or columns have no quantiles, so that a profile stays small (132 KiB at most)."""
 
 KEPT_VALUES = 1 << 20
-"""Values of which quantiles are exact. Of more values a random sample of this size is kept."""
+"""Number of values up to which quantiles are exact. Of more values, a random sample of this size is kept."""
 
 MIN_KEPT_ROWS = 4096
-"""Values of each unit that are kept at least, however many units there are."""
+"""Smallest number of values per unit that are kept, for any number of units."""
 
 
 def quantile_levels() -> Tensor:
@@ -38,13 +38,13 @@ def quantile_levels() -> Tensor:
 
 
 def find_quantiles(values: Tensor) -> Tensor:
-    """Compute the quantiles of each column, where value k of n in order lies at level (k + 1/2) / n.
+    """Compute the quantiles of each column, where value k of n sorted values is at level (k + 1/2) / n.
 
     Args:
-        values: Values `[N, D]`, with one row at least.
+        values: Values `[N, D]`, with at least one row.
 
     Returns:
-        Quantiles `[D, LEVELS]`, rising along each row. Beyond the first and last value they stay constant.
+        Quantiles `[D, LEVELS]`, ascending along each row; constant outside of the first and last value.
 
     Example:
         >>> values = torch.arange(66.0).view(66, 1)
@@ -57,7 +57,7 @@ def find_quantiles(values: Tensor) -> Tensor:
     share = (places - below).to(rows.dtype).to(rows.device).unsqueeze(1)
     low = rows[below.to(rows.device)]
     high = rows[(below + 1).clamp_max(len(rows) - 1).to(rows.device)]
-    # Rounding must not make a quantile exceed the next.
+    # Rounding must not make a quantile larger than the next.
     return torch.lerp(low, high, share).cummax(0).values.T
 
 
@@ -77,15 +77,16 @@ class Quantiles:
 
     @classmethod
     def mix(cls, parts: Sequence[Quantiles], times: Sequence[float]) -> Quantiles:
-        """Return the quantiles of all samples together, where each sample of a part counts `times`.
+        """Combine the quantiles of all samples, with the weight `times` for each sample of a part.
 
-        Each part is taken for the middles of its equal shares, so the result is close and not exact.
+        Each part is represented by the middles of its equal shares, so the result is approximate.
         """
         first = parts[0].values
         for other in parts[1:]:
             if other.values.shape != first.shape:
                 raise ProfileError(
-                    f"quantiles of {len(first)} channels or columns cannot be merged with those of {len(other.values)}"
+                    f"Expected quantiles of as many channels or columns to merge, got {len(first)} and "
+                    f"{len(other.values)}."
                 )
         sizes = [number * part.samples for part, number in zip(parts, times, strict=True)]
         pooled, order = torch.cat([part.values.double() for part in parts], 1).sort(dim=1, stable=True)
@@ -114,39 +115,39 @@ class Quantiles:
 
     @classmethod
     def from_file(cls, name: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], frame: Frame) -> Quantiles:
-        """Build the quantiles that a file holds."""
+        """Build the quantiles from the content of a file."""
         values = tensors["values"]
         if values.shape[1] != LEVELS or not 0 < len(values) <= MAX_UNITS:
             raise ProfileError(f"{name} are not {LEVELS} levels of 1 to {MAX_UNITS} units")
         return Quantiles(values, read_whole_number(facts["samples"], f"the number of samples of the {name}"))
 
     def problems(self) -> list[str]:
-        """List what is wrong with the quantiles, in words."""
+        """List the problems of the quantiles, one sentence each."""
         if not bool(torch.isfinite(self.values).all()):
             return ["a quantile is not finite"]
         return ["quantiles do not rise"] if bool((self.values.diff(dim=1) < 0).any()) else []
 
 
 class QuantileTracker:
-    """Collects the quantiles of inputs over batches.
+    """Tracker of the quantiles of inputs over batches.
 
-    Up to `KEPT_VALUES` values are kept. Of more, those with the lowest random keys stay, which is a random sample
-    whatever the sizes of batches.
+    Up to `KEPT_VALUES` values are kept. Of more, those with the lowest random keys are kept, which is a random sample
+    for any batch sizes.
     """
 
     def __init__(self) -> None:
         self.samples = 0
         self._rows: list[Tensor] | None = []
-        """None as soon as batches do not fit together, hold no real numbers, or have too many units."""
+        """None as soon as batches do not fit together, are not real numbers, or have too many units."""
         self._keys: list[Tensor] = []
         self._kept = 0
         self._limit = 1.0
-        """Rows with keys from here on are not kept."""
+        """Rows with keys of at least this value are not kept."""
         self._finite: Tensor | None = None
         self._dice = torch.Generator().manual_seed(20220427 + rank())
 
     def update(self, inputs: Tensor) -> None:
-        """Take in a batch of inputs `[N, ...]`."""
+        """Add a batch of inputs `[N, ...]`."""
         if self._rows is None:
             return
         values = as_units(inputs.detach())
@@ -181,7 +182,7 @@ class QuantileTracker:
         self._rows, self._keys, self._kept = [rows], [keys], len(keys)
 
     def reduce_over_processes(self) -> QuantileTracker:
-        """Return the tracker of the samples of all processes; all of them see inputs of the same kind."""
+        """Return the tracker of the samples of all processes, which see inputs of the same kind."""
         if not is_distributed() or not self._rows or self._finite is None:
             return self
         self._thin()
@@ -197,20 +198,20 @@ class QuantileTracker:
         reduced = QuantileTracker()
         reduced.samples = int(facts[:, 1].sum())
         reduced._finite = all_gather(self._finite.to(torch.uint8)).all()
-        # A process that left out more than others sets the share of all.
+        # The process with the lowest limit sets the limit of all.
         chosen = joined < limits.min()
         reduced._rows, reduced._keys, reduced._kept = [rows[chosen]], [joined[chosen].cpu()], int(chosen.sum())
         return reduced
 
     def exact(self) -> Tensor | None:
-        """Return the quantiles `[D, LEVELS]` where the inputs are; None if there are no finite ones."""
+        """Return the quantiles `[D, LEVELS]` on the device of the inputs; None if they are not finite."""
         if not self._rows or self._finite is None or not bool(self._finite):
             return None
         self._thin()
         found = find_quantiles(self._rows[0])
-        return found if bool(torch.isfinite(found).all()) else None  # Enormous values overflow in between.
+        return found if bool(torch.isfinite(found).all()) else None  # Very large values overflow here.
 
     def quantiles(self) -> Quantiles | None:
-        """Return the quantiles as a profile stores them; None if there are no finite ones."""
+        """Return the quantiles in the form of a profile; None if they are not finite."""
         found = self.exact()
         return None if found is None else Quantiles(found.cpu().contiguous(), self.samples)

@@ -1,8 +1,8 @@
-"""Slices: histograms of random projections of the features, which see how units depend on each other.
+"""Slices: histograms of random projections of the features, which depend on their joint distribution.
 
-Histograms of single units say nothing of their joint distribution. The distributions of all projections determine it
-(Cramér and Wold), so some fixed random projections notice where it changes. A profile stores the seed of the
-directions alone: `random_directions` gives the same numbers on every machine and in every version.
+Histograms of single units say nothing about their joint distribution. The distributions of all projections determine it
+(Cramér and Wold), so some fixed random projections detect its changes. A profile stores only the seed of the
+directions: `random_directions` gives the same numbers on every machine and in every version.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from shiftmend.stats.statistics import LIKE_HINT, Frame, read_whole_number, regi
 from shiftmend.utils.devices import split_rows
 
 MAX_WEIGHTS = 1 << 26
-"""Weights that the directions of slices may have. They are rebuilt from a seed, with up to 16 bytes each in between,
-so that a small file could ask for any amount of memory."""
+"""Largest number of weights of the slice directions. They are rebuilt from a seed, with up to 16 bytes each in between,
+so a small file could otherwise ask for any amount of memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class Projector:
-    """A linear map of values `[N, D]` of a tap to slices `[N, S]`: it standardises, then projects on S directions.
+    """A linear map of values `[N, D]` of a tap to slices `[N, S]`: standardise, then project onto S directions.
 
-    Units that were constant on the source are left out: their weight in every direction is zero.
+    Units that were constant on the source have zero weight in every direction.
     """
 
     weight: Tensor
@@ -55,7 +55,7 @@ class Projector:
             return projected - self.offset
 
     def project_in_parts(self, values: Tensor) -> Iterator[Tensor]:
-        """Project some rows at a time: a feature map has many times more slices than units."""
+        """Project some rows at a time, because a feature map has many more slices than units."""
         return map(self, split_rows(values, len(self.weight)))
 
 
@@ -86,11 +86,11 @@ class Slices:
 
     @classmethod
     def mix(cls, parts: Sequence[Slices], times: Sequence[float]) -> Slices:
-        """Add slices in the same directions, where each sample of a part counts `times`."""
+        """Add slices in the same directions, with the weight `times` for each sample of a part."""
         first = parts[0]
         for other in parts[1:]:
             if first.seed != other.seed or not torch.equal(first.projector.weight, other.projector.weight):
-                raise ProfileError(f"these slices were taken in different directions; {LIKE_HINT}")
+                raise ProfileError(f"Expected slices of the same directions, got different ones. {LIKE_HINT}.")
         return Slices(Histogram.mix([part.histogram for part in parts], times), first.seed, first.projector)
 
     def divergence(self, values: Tensor, kind: str = "psi") -> Tensor:
@@ -107,7 +107,7 @@ class Slices:
 
     @classmethod
     def from_file(cls, name: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], frame: Frame) -> Slices:
-        """Build the slices `slices.NAME` that a file holds."""
+        """Build the slices `slices.NAME` from the content of a file."""
         seed = read_whole_number(facts["seed"], f"the seed of {name}", 0, (1 << 64) - 1)
         bins = bins_of_slices(name.removeprefix("slices."), frame.bins)
         histogram = Histogram.from_file(name, facts, tensors, Frame(bins, frame.mean, frame.deviation, frame.usable))
@@ -117,16 +117,16 @@ class Slices:
         return Slices(histogram, seed, projector)
 
     def problems(self) -> list[str]:
-        """List what is wrong with the counts, in words."""
+        """List the problems of the counts, one sentence each."""
         return self.histogram.problems()
 
 
 def random_directions(count: int, units: int, seed: int) -> Tensor:
     """Draw fixed random unit vectors `[count, units]`, the same on every machine and in every version.
 
-    A profile stores the seed alone, so these numbers must never change. They come from a splitmix64 counter and the
-    Box-Muller transform, written out here, since the stream of a library's generator may change. Some rows are drawn
-    at a time, so that many directions need little more memory than the result.
+    A profile stores only the seed, so these numbers must never change. They come from a splitmix64 counter and the
+    Box-Muller transform, implemented here because the stream of a library's generator may change. Rows are drawn in
+    parts, so that many directions need little more memory than the result.
     """
     directions = torch.empty(count, units, dtype=torch.float32, device="cpu")
     done = 0
@@ -141,7 +141,7 @@ def random_directions(count: int, units: int, seed: int) -> Tensor:
 
 
 def _uniform(index: NDArray[np.uint64], seed: int) -> NDArray[np.float64]:
-    """Compute the numbers at these positions of the splitmix64 stream of a seed, above 0 and at most 1."""
+    """Compute the numbers at these positions of the splitmix64 stream of a seed, in (0, 1]."""
     with np.errstate(over="ignore"):
         z = (index + np.uint64(seed) * np.uint64(0xD1342543DE82EF95) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,4 +1,4 @@
-"""Statistics that a profile stores: what each of them can do, and the registry of their kinds.
+"""Statistics that a profile stores: their interface, and the registry of their kinds.
 
 A statistic describes the activations of the source at one tap: a histogram of each unit (`histograms.py`), slices of
 all units together (`slices.py`), a Gaussian (`gaussians.py`).
@@ -22,20 +22,20 @@ from shiftmend.errors import ProfileError
 if TYPE_CHECKING:
     from shiftmend.stats.histograms import Bins
 
-LIKE_HINT = "collect the others with like= the first, or all of them with like= one profile"
-"""Advice where statistics of several profiles do not fit together."""
+LIKE_HINT = "Collect the others with like= the first, or all of them with like= one profile"
+"""Advice if statistics of several profiles do not fit together."""
 
 
 MAX_SAMPLES = (1 << 53) - 1
-"""The largest whole number that every JSON reader represents exactly."""
+"""The largest integer that every JSON reader represents exactly."""
 
 
 @dataclass(frozen=True)
 class Frame:
     """Settings that all statistics of a profile share, and that its file holds once.
 
-    `mean` and `deviation` `[D]` standardise the features before they are sliced; `usable` `[D]` says which of the
-    features varied on the source.
+    `mean` and `deviation` `[D]` standardise the features before they are sliced; `usable` `[D]` marks the features that
+    varied on the source.
     """
 
     bins: Bins
@@ -45,10 +45,10 @@ class Frame:
 
 
 class Statistic(Protocol):
-    """Anything that a profile can store about a tap.
+    """Interface of everything that a profile can store about a tap.
 
-    `kind` names the class in a file. `tensor_dims` names the float32 tensors that a file holds for the statistic,
-    with their numbers of dimensions. `samples` is the number of values of each unit that were counted.
+    `kind` names the class in a file. `tensor_dims` names the float32 tensors in the file of a statistic, with their
+    numbers of dimensions. `samples` is the number of values per unit that were counted.
     """
 
     kind: ClassVar[str]
@@ -67,7 +67,7 @@ class Statistic(Protocol):
         ...
 
     def divergence(self, values: Tensor) -> Tensor:
-        """Compute how far a batch of values `[N, D]` lies from the source: one number, with a gradient."""
+        """Compute the divergence of a batch of values `[N, D]` from the source: one differentiable number."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
@@ -75,20 +75,20 @@ class Statistic(Protocol):
         ...
 
     def facts(self) -> dict[str, Any]:
-        """Return all else that is stored, as JSON."""
+        """Return everything else to store, as JSON."""
         ...
 
     @classmethod
     def from_file(cls, name: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], frame: Frame) -> Self:
-        """Build the statistic `name` of a profile from what `facts` and `tensors` returned.
+        """Build the statistic `name` of a profile from the results of `facts` and `tensors`.
 
-        The file may have been forged: names, types and numbers of dimensions of the tensors have been checked, the
-        facts have not.
+        The file may be forged: names, dtypes and numbers of dimensions of the tensors have been checked, but not the
+        facts.
         """
         ...
 
     def problems(self) -> list[str]:
-        """List what is wrong with the numbers, in words."""
+        """List the problems of the numbers, one sentence each."""
         ...
 
 
@@ -100,13 +100,13 @@ S = TypeVar("S", bound=Statistic)
 
 
 def register(statistic: type[S]) -> type[S]:
-    """Make a class of statistics known to the files of profiles; used as a decorator."""
+    """Register a class of statistics, so that profiles can store it; used as a decorator."""
     KINDS[statistic.kind] = statistic
     return statistic
 
 
 def read_whole_number(value: Any, what: str, least: int = 1, most: int = MAX_SAMPLES) -> int:
-    """Return a whole number from a file. Refuse anything else, also true and 3.0, which Python takes for numbers."""
+    """Return an integer from a file; refuse anything else, including true and 3.0."""
     if type(value) is not int or not least <= value <= most:
-        raise ProfileError(f"{what} is {reprlib.repr(value)}, expected a whole number from {least} to {most}")
+        raise ProfileError(f"Expected {what} to be a whole number from {least} to {most}, got {reprlib.repr(value)}.")
     return value

@@ -1,4 +1,4 @@
-"""`StatsLayer`: the paper's layer (appendix G) that a user places in a network by hand."""
+"""`StatsLayer`: the paper's layer (appendix G), which a user places in a network."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from shiftmend.errors import ShiftmendError
 from shiftmend.stats.histograms import Bins, CountTracker, Histogram, RangeTracker, as_samples, check_bins
-from shiftmend.utils.checks import brief, check_axis, check_known, is_whole, kind
+from shiftmend.utils.checks import brief, check_axis, check_known, counted, is_whole
 
 Mode = Literal["off", "range", "counts", "align"]
 
 
 class StatsLayer(nn.Module):
-    """A layer that returns its input unchanged and tracks how it is distributed.
+    """A layer that returns its input unchanged and tracks its distribution.
 
     At home, call `layer.track("range")` and pass the data through the network, then `layer.track("counts")` and pass
     it again. The statistics are persistent buffers: they are saved and loaded with the state dict. At the new site,
@@ -25,10 +25,10 @@ class StatsLayer(nn.Module):
     Args:
         units: D, the number of units of the input.
         bins: The bins of the histograms; `Bins()` by default.
-        channel_axis: The axis of the input that counts units; 1, or -1 for the last.
+        channel_axis: Axis of the units; 1, or -1 for the last.
 
     Raises:
-        ShiftmendError: If an argument is not of the expected kind.
+        ShiftmendError: If an argument is invalid.
 
     Example:
         >>> layer = StatsLayer(3)
@@ -49,7 +49,7 @@ class StatsLayer(nn.Module):
     def __init__(self, units: int, bins: Bins | None = None, *, channel_axis: int = 1) -> None:
         super().__init__()
         if not is_whole(units) or units < 1:
-            raise ShiftmendError(f"a StatsLayer needs the number of its units, at least 1, got {brief(units)}")
+            raise ShiftmendError(f"Expected the number of units of a StatsLayer to be at least 1, got {brief(units)}.")
         check_axis(channel_axis, "a StatsLayer")
         self.bins = check_bins(bins, Bins())
         self.channel_axis = channel_axis
@@ -59,15 +59,15 @@ class StatsLayer(nn.Module):
         self.register_buffer("high", torch.full((units,), -torch.inf))
         self.register_buffer("counts", torch.zeros(units, self.bins.total))
         self.register_buffer("samples", torch.zeros((), dtype=torch.int64))
-        # Counts mean something only with the bins that they were made with.
+        # Counts are meaningful only with the bins that they were made with.
         self.register_buffer("cut", _describe_bins(self.bins))
 
     def track(self, mode: Mode) -> StatsLayer:
-        """Choose what the next forward passes are for.
+        """Set the purpose of the next forward passes.
 
         Args:
-            mode: `"range"` tracks the range of each unit and `"counts"` counts within these ranges; both start anew.
-                `"align"` keeps each batch for `loss`. `"off"` does nothing.
+            mode: `"range"` tracks the range of each unit, and `"counts"` counts within these ranges; both reset earlier
+                values. `"align"` keeps each batch for `loss`. `"off"` does nothing.
 
         Returns:
             The layer itself.
@@ -82,16 +82,20 @@ class StatsLayer(nn.Module):
         check_known(mode, get_args(Mode), "mode")
         if mode != "off" and self.counts.dtype not in (torch.float32, torch.float64):
             raise ShiftmendError(
-                f"the statistics are {self.counts.dtype}, too coarse to count in; call .float() on the StatsLayer "
-                "after converting the network (its input may be of any precision)"
+                f"Expected statistics in float32 or float64, got {self.counts.dtype}. Call .float() on the StatsLayer "
+                "after converting the network."
             )
         if mode in ("counts", "align"):
             self._check_range(mode)
         if mode == "align" and int(self.samples) == 0:
-            raise ShiftmendError("mode 'align' needs the counts first: track('counts') and one pass over the source")
+            raise ShiftmendError(
+                "Expected counts before mode 'align', got none. Call track('counts') and run one pass over the source "
+                "first."
+            )
         if mode == "align" and bool(broken := (~torch.isfinite(self.counts)).any(1).sum()):
             raise ShiftmendError(
-                f"{int(broken)} units were NaN in mode 'counts'; track both again, without such samples"
+                f"Expected counts without NaN, got {counted(int(broken), 'unit')} with it. Track range and counts "
+                "again, without such samples."
             )
         if mode == "range":
             self.low.fill_(torch.inf)
@@ -103,18 +107,21 @@ class StatsLayer(nn.Module):
         return self
 
     def _check_range(self, mode: Mode) -> None:
-        # The ranges start as infinity to minus infinity.
+        # Initially, the ranges are infinity to minus infinity.
         if bool((self.low > self.high).any()):
-            raise ShiftmendError(f"mode {mode!r} needs the range first: track('range') and one pass over the source")
+            raise ShiftmendError(
+                f"Expected ranges before mode {mode!r}, got none. Call track('range') and run one pass over the source "
+                "first."
+            )
         finite = torch.isfinite(self.low) & torch.isfinite(self.high)
         if not bool(finite.all()):
             raise ShiftmendError(
-                f"{int((~finite).sum())} units were NaN or infinite in mode 'range'; look at the source data and at "
-                "the layers before this one"
+                f"Expected finite values in mode 'range', got NaN or infinity in "
+                f"{counted(int((~finite).sum()), 'unit')}. Check the source data and the layers before."
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Track a batch as the mode says, and return it unchanged.
+        """Track a batch according to the mode, and return it unchanged.
 
         Args:
             x: Activations `[N, ...]` with D units on `channel_axis`, or `[N]` for a single unit.
@@ -123,7 +130,7 @@ class StatsLayer(nn.Module):
             `x` itself.
 
         Raises:
-            ShiftmendError: If the input is not of D units.
+            ShiftmendError: If the input does not have D units.
 
         Example:
             >>> x = torch.ones(4, 3, 8, 8)
@@ -133,17 +140,16 @@ class StatsLayer(nn.Module):
         if self.mode == "off":
             return x
         units, axis = self.low.shape[0], self.channel_axis
-        if not isinstance(x, Tensor):
-            raise ShiftmendError(f"the input of this StatsLayer is {kind(x)}, expected a tensor")
         if x.ndim == 0 or x.numel() == 0 or (x.ndim > 1 and not -x.ndim < axis < x.ndim):
             raise ShiftmendError(
-                f"the input of this StatsLayer is {list(x.shape)}, expected samples with {units} units on axis {axis}"
+                f"Expected the input of a StatsLayer to have samples with {units} units on axis {axis}, got "
+                f"{list(x.shape)}."
             )
         values = as_samples(x, axis)
         if values.shape[1] != units:
             raise ShiftmendError(
-                f"this StatsLayer was made for {units} units, its input {list(x.shape)} has {values.shape[1]} on axis "
-                f"{axis}"
+                f"Expected {units} units on axis {axis} of the input of this StatsLayer, got {values.shape[1]} in "
+                f"{list(x.shape)}."
             )
         if self.mode == "range":
             tracker = RangeTracker()
@@ -156,12 +162,12 @@ class StatsLayer(nn.Module):
             self.counts += counter.counts.to(self.counts.dtype)
             self.samples += values.shape[0]
         else:
-            # A layer behind this one may work in place.
+            # A later layer may work in place.
             self._last = values.clone()
         return x
 
     def histogram(self) -> Histogram:
-        """Return the statistics tracked so far, in the form that a profile stores.
+        """Return the tracked statistics in the form of a profile.
 
         Returns:
             A histogram with counts `[D, B]` and ranges `[D]`.
@@ -195,12 +201,12 @@ class StatsLayer(nn.Module):
             0.0
         """
         if self._last is None:
-            raise ShiftmendError("there is no batch to compare: track('align'), then run a forward pass")
+            raise ShiftmendError("Expected a batch to compare, got none. Call track('align'), then run a forward pass.")
         return self.histogram().divergence(self._last, kind)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         stored = state_dict.get(f"{prefix}cut")
-        # Ours is rounded as the stored one is: a model in bfloat16 has few digits.
+        # The layer's own bins are rounded like the stored ones, because bfloat16 has few digits.
         if stored is not None and not torch.equal(
             stored.cpu().float(), _describe_bins(self.bins).to(stored.dtype).float()
         ):
@@ -214,7 +220,7 @@ class StatsLayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The last batch may hang in an autograd graph, which can neither be copied nor saved.
+        # The last batch may be part of an autograd graph, which can neither be copied nor saved.
         return {**super().__getstate__(), "_last": None}
 
     def extra_repr(self) -> str:
@@ -223,5 +229,5 @@ class StatsLayer(nn.Module):
 
 
 def _describe_bins(bins: Bins) -> Tensor:
-    """Describe bins in a float32 tensor: a model with a float64 buffer cannot move to a device without float64."""
+    """Describe bins in a float32 tensor, because a float64 buffer cannot move to a device without float64."""
     return torch.tensor([bins.inner, bins.temperature], dtype=torch.float32)

@@ -1,1 +1,1 @@
-"""Small tools that know nothing of models: checks, devices, files, JSON, progress, random numbers."""
+"""Utilities independent of models: checks, devices, files, JSON, progress, random numbers."""

@@ -1,4 +1,4 @@
-"""Read files within bounds: a few hundred bytes may promise terabytes, or unpack to them."""
+"""Reading files within limits: a few hundred bytes may claim, or unpack to, terabytes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MAX_HEADER_BYTES = 10_000
 """Longest header of an array that NumPy itself accepts."""
 
 _READABLE_FRACTION = 0.8
-"""Part of the free memory that one array or one file may take."""
+"""Largest fraction of the free memory that one array or file may take."""
 
 MAX_UNPACKED_BYTES = 4 << 30
-"""Most bytes that a compressed file may unpack to; a thousandth of them can be enough to promise as many."""
+"""Largest size that a compressed file may unpack to."""
 
 _BYTES_AT_ONCE = 1 << 20
 
 
 def check_room(needed: int) -> None:
-    """Raise `ValueError` if so many bytes do not fit into the memory that is free."""
+    """Raise `ValueError` if this number of bytes does not fit into the free memory."""
     free = free_host_bytes()
     if free is not None and needed > _READABLE_FRACTION * free:
         raise ValueError(f"it needs {needed:,} bytes, and {free:,} are free")
@@ -35,13 +35,13 @@ class _Readable(Protocol):
 
 
 def read_stream(file: _Readable) -> bytes:
-    """Read a stream of unknown length, such as a compressed file, up to `MAX_UNPACKED_BYTES` and what memory is free.
+    """Read a stream of unknown length, such as a compressed file, up to `MAX_UNPACKED_BYTES` and the free memory.
 
     Raises:
-        ValueError: If there is more.
+        ValueError: If the stream is longer.
     """
     free = free_host_bytes()
-    # The parts and the whole lie in memory together for a moment.
+    # The parts and the whole are in memory together for a moment.
     limit = MAX_UNPACKED_BYTES if free is None else min(MAX_UNPACKED_BYTES, int(_READABLE_FRACTION * free / 2))
     content = io.BytesIO()
     while part := file.read(_BYTES_AT_ONCE):
@@ -52,10 +52,10 @@ def read_stream(file: _Readable) -> bytes:
 
 
 def read_array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Read the header of an `.npy` array: shape, whether columns come first, and type.
+    """Read the header of an `.npy` array: shape, whether it is in Fortran order, and dtype.
 
     Raises:
-        ValueError: If there is no header, or one that is longer than NumPy accepts.
+        ValueError: If there is no header, or it is longer than NumPy accepts.
     """
     start = file.read(8)
     if len(start) < 8 or start[:6] != b"\x93NUMPY":
@@ -74,14 +74,14 @@ def read_array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[
 
 
 def read_array(file: IO[bytes], held: int | None = None) -> NDArray[Any]:
-    """Read an `.npy` array of numbers, once it is known that its content is there and fits into free memory.
+    """Read an `.npy` array of numbers, after checking that its content is complete and fits into memory.
 
     Args:
         file: The file, at the beginning of the array.
-        held: Bytes that the file holds, where that is known.
+        held: Number of bytes in the file, if known.
 
     Raises:
-        ValueError: If the header promises more than the file holds or than memory is free, or Python objects.
+        ValueError: If the header claims more than the file holds or memory allows, or names Python objects.
     """
     shape, by_columns, dtype = read_array_header(file)
     if dtype.hasobject:
@@ -98,7 +98,7 @@ def read_array(file: IO[bytes], held: int | None = None) -> NDArray[Any]:
             raise ValueError(f"its header promises {needed:,} bytes, and {done:,} are there")
         view[done : done + len(part)] = part
         done += len(part)
-    # A read behind the end lets an archive check the CRC of its member.
+    # Reading past the end makes an archive check the CRC of its member.
     file.read(1)
     flat: NDArray[Any] = np.frombuffer(content, dtype) if dtype.itemsize else np.zeros(math.prod(shape), dtype)
     return flat.reshape(shape, order="F" if by_columns else "C")

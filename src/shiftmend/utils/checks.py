@@ -1,4 +1,4 @@
-"""Check arguments, so that the same mistake gets the same sentence everywhere."""
+"""Checks of arguments, with the same message for the same mistake everywhere."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def kind(value: Any) -> str:
 
 
 def brief(value: Any) -> str:
-    """Write a value as Python does, or name its type where that would not fit into a sentence."""
-    # Tensors and arrays are named by their type, single numbers are not.
+    """Return the repr of a value, or the name of its type if the repr is too long for a sentence."""
+    # Arrays are named by their type, single numbers by their value.
     if isinstance(value, type) or getattr(value, "ndim", None):
         return kind(value)
     text = repr(value)
@@ -33,63 +33,65 @@ def brief(value: Any) -> str:
 
 
 def one_line(message: object) -> str:
-    """Shorten a message to one line: names in a damaged file can have any length, and line breaks."""
+    """Shorten a message to one line; names in a damaged file can have any length, and line breaks."""
     line = " ".join(str(message).split())
     return line if len(line) <= 300 else f"{line[:300]} ..."
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """Write a number with its noun, as part of a sentence: "1 sample", "1,200 samples", "3 entries"."""
+    """Format a number with its noun, as part of a sentence: "1 sample", "1,200 samples", "3 entries"."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def is_whole(value: Any) -> bool:
-    """Tell whether a value is an integer of Python or numpy; True and False are not."""
+    """Tell whether a value is an integer of Python or NumPy; bool does not count."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_real(value: Any) -> bool:
-    """Tell whether a value is a number of Python or numpy, perhaps infinite or NaN; True and False are not."""
+    """Tell whether a value is a number of Python or NumPy, including infinity and NaN; bool does not count."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_known(given: Any, known: Collection[str], what: str, error: type[ShiftmendError] = ShiftmendError) -> None:
-    """Refuse a name that is not known."""
+    """Refuse an unknown name."""
     if not isinstance(given, str) or given not in known:
-        raise error(f"unknown {what} {brief(given)}, expected one of {', '.join(known)}")
+        raise error(f"Expected the {what} to be one of {', '.join(known)}, got {brief(given)}.")
 
 
 def check_seed(seed: Any) -> None:
-    """Refuse a seed that generators of torch do not take."""
+    """Refuse a seed that torch's generators do not accept."""
     if not is_whole(seed) or not -(2**63) <= seed < 2**64:
-        raise DataError(f"a seed is a whole number of at most 64 bits, got {brief(seed)}")
+        raise DataError(f"Expected a seed that is a whole number of at most 64 bits, got {brief(seed)}.")
 
 
 def check_classes(named: int, known: int) -> None:
-    """Refuse data with more or fewer classes than the model: labels number the names, or the folders."""
+    """Refuse data with another number of classes than the model's, since labels are numbered by class."""
     if named != known:
         raise DataError(
-            f"The data names {named} classes, and the model knows {known}. Try one name or folder for each, or an .npz "
-            "with labels."
+            f"Expected the {known} classes that the model knows, got {named}. Try one name or folder for each class, "
+            "or an .npz file with labels."
         )
 
 
 def check_function(given: Any, what: str, takes: str) -> None:
     """Refuse a callback that is not callable; `takes` names its arguments for the message."""
     if given is not None and not callable(given):
-        raise DataError(f"{what} is {brief(given)}, expected a function: {what}({takes})")
+        raise DataError(f"Expected {what} to be a function {what}({takes}), got {brief(given)}.")
 
 
 def check_axis(axis: Any, what: str) -> None:
-    """Refuse an axis that cannot be that of the units; images `[N, C, H, W]` have their units on axis 1."""
+    """Refuse an invalid axis of units; images `[N, C, H, W]` have their units on axis 1."""
     if not is_whole(axis):
-        raise TapError(f"{what} counts units on axis {brief(axis)}, expected a whole number: 1, or -1 for the last")
+        raise TapError(f"Expected {what} to count units on axis 1, or -1 for the last, got axis {brief(axis)}.")
     if axis == 0:
-        raise TapError(f"{what} counts units on axis 0, which is that of the samples; expected 1, or -1 for the last")
+        raise TapError(
+            f"Expected {what} to count units on axis 1, or -1 for the last, got axis 0, which holds the samples."
+        )
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import a package that only an extra of shiftmend brings.
+    """Import a package that belongs to an optional extra of shiftmend.
 
     Args:
         module: The package or module to import, e.g. "scipy.special".
@@ -105,5 +107,5 @@ def require(module: str, extra: str) -> ModuleType:
         if error.name is None or error.name.partition(".")[0] != package:
             raise
         raise ShiftmendError(
-            f"expected the package {package}, which is not installed. Try pip install 'shiftmend[{extra}]'"
+            f"Expected the package {package}, which is not installed. Try pip install 'shiftmend[{extra}]'."
         ) from error

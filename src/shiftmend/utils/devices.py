@@ -1,4 +1,4 @@
-"""Devices: where to compute, what a device supports, and how much of its memory is free."""
+"""Devices: choose one, query its features, and how much of its memory is free."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ WITHOUT_FLOAT64 = {"mps"}
 """Types of devices that have no float64."""
 
 VALUES_PER_PART = {"cpu": 1 << 20, "other": 1 << 24}
-"""Numbers to work on together: about the caches of a CPU core, and enough to keep a GPU busy."""
+"""Number of values to process at once: about the cache of a CPU core, and enough to keep a GPU busy."""
 
 RESIDENT_FRACTION = 0.4
-"""Part of the free memory that data may take; the rest is for the model and its activations."""
+"""Largest fraction of the free memory for resident data; the rest is for the model and its activations."""
 
 DEFAULT_RESIDENT_BYTES = 4 << 30
-"""Room for data on a device whose free memory is unknown."""
+"""Largest resident data on a device whose free memory is unknown."""
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -35,22 +35,22 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def resolve_device(device: str | torch.device | None, model: nn.Module | None = None) -> torch.device:
-    """Turn the name of a device into a device.
+    """Resolve the name of a device.
 
-    `"auto"` and None mean the accelerator that holds `model`, else CUDA if there is a GPU, else the CPU. If several
-    processes share a machine with enough GPUs, each gets a different one.
+    `"auto"` and None mean the accelerator that holds `model`, else CUDA if available, else the CPU. If several
+    processes share a machine with enough GPUs, each gets another one.
     """
     if device is None or (isinstance(device, str) and device == "auto"):
         if model is not None and device_of(model).type != "cpu":
             return device_of(model)
         return torch.device("cuda", _own_gpu()) if torch.cuda.is_available() else torch.device("cpu")
-    unknown = f"device {brief(str(device) if isinstance(device, torch.device) else device)} is not available here; "
+    given = brief(str(device) if isinstance(device, torch.device) else device)
     try:
         place = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-        raise ShiftmendError(f"{unknown}use 'auto' or 'cpu'") from error
+        raise ShiftmendError(f"Expected a device that is available here, got {given}. Use 'auto' or 'cpu'.") from error
     if place.type == "meta":
-        raise ShiftmendError(f"{unknown}nothing can be computed on 'meta': use 'auto' or 'cpu'")
+        raise ShiftmendError("Expected a device that computes, got 'meta'. Use 'auto' or 'cpu'.")
     return place
 
 
@@ -61,12 +61,12 @@ def _own_gpu() -> int:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the widest float of a device, in which long sums stay accurate."""
+    """Return the widest floating-point type of a device, for accurate long sums."""
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
 def supports_async_copies(device: torch.device) -> bool:
-    """Tell whether a copy from the host may run in the background.
+    """Tell whether a copy from the host may run asynchronously.
 
     On `mps` such a copy may read host memory that has been freed.
     """
@@ -83,7 +83,7 @@ def narrow_float64(values: Tensor, device: torch.device) -> Tensor: ...
 @overload
 def narrow_float64(values: Inputs, device: torch.device) -> Inputs: ...
 def narrow_float64(values: Inputs, device: torch.device) -> Inputs:
-    """Convert float64, the default of numpy, to float32 where the device has no float64."""
+    """Convert float64, the default of numpy, to float32 if the device has no float64."""
     if isinstance(values, TensorTree):
         return values.map(lambda leaf: narrow_float64(leaf, device))
     return values.to(sum_dtype(device)) if values.dtype == torch.float64 else values
@@ -94,14 +94,14 @@ def send(values: Tensor, device: torch.device) -> Tensor: ...
 @overload
 def send(values: Inputs, device: torch.device) -> Inputs: ...
 def send(values: Inputs, device: torch.device) -> Inputs:
-    """Move a batch to a device, in the background where that is safe."""
+    """Move a batch to a device, asynchronously if that is safe."""
     return narrow_float64(values, device).to(device, non_blocking=supports_async_copies(device))
 
 
 def split_rows(values: Tensor, width: int | None = None) -> tuple[Tensor, ...]:
     """Split a tensor along its first axis into parts, for work that needs several times their memory.
 
-    `width` is how many numbers the work writes for each row, by default as many as a row has.
+    `width` is the number of values that the work writes per row, by default the size of a row.
     """
     numbers = VALUES_PER_PART["cpu" if values.device.type == "cpu" else "other"]
     parts: tuple[Tensor, ...] = values.split(max(1, numbers // max(1, width or values[:1].numel())))
@@ -109,14 +109,14 @@ def split_rows(values: Tensor, width: int | None = None) -> tuple[Tensor, ...]:
 
 
 def max_resident_bytes(device: torch.device) -> int:
-    """Return how many bytes of data may stay on a device, as a share of its free memory.
+    """Return the largest number of bytes of data that may stay on a device, a fraction of its free memory.
 
     The processes of a machine share the memory of the host.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * RESIDENT_FRACTION)
-    # A Mac has one memory for its CPU and its GPU.
+    # CPU and GPU of a Mac share one memory.
     left = free_host_bytes() if device.type in ("cpu", "mps") else None
     return DEFAULT_RESIDENT_BYTES if left is None else int(left * RESIDENT_FRACTION) // _processes_on_this_machine()
 
@@ -127,9 +127,9 @@ def _processes_on_this_machine() -> int:
 
 
 def free_host_bytes(root: Path = Path("/")) -> int | None:
-    """Return how many bytes of host memory this process may still use; None if the system does not tell.
+    """Return how many bytes of host memory this process may still use; None if unknown.
 
-    On Linux each control group around the process may set a limit, as containers and batch systems do.
+    On Linux, each control group of the process may set a limit, as containers and batch systems do.
     """
     free = [_free_bytes_of_machine(root), *_free_bytes_of_cgroups(root)]
     return min((max(0, found) for found in free if found is not None), default=None)
@@ -140,15 +140,15 @@ def _free_bytes_of_machine(root: Path) -> int | None:
     if free_kilobytes is not None:
         return 1024 * free_kilobytes
     try:
-        # macOS tells its total memory only. Take half of that as free.
+        # macOS reports its total memory only; half of it counts as free.
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (AttributeError, OSError, ValueError):
-        # Windows tells neither.
+        # Windows reports neither.
         return None
 
 
 def _free_bytes_of_cgroups(root: Path) -> Iterator[int]:
-    """Yield the unused part of each memory limit: of this process's control group, and of each group above it."""
+    """Yield the unused part of each memory limit: of this process's control group, and of its parents."""
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = (*line.split(":", 2), "", "")[:3]
         if number == "0":  # version 2
@@ -159,10 +159,11 @@ def _free_bytes_of_cgroups(root: Path) -> Iterator[int]:
         else:
             continue
         group = (root / mount).joinpath(*(name for name in path.split("/") if name))
-        # Inside a container, /proc may name groups that only the host sees; the mount itself is then the own group.
+        # Inside a container, /proc may name groups that only the host sees; the mount itself is then the container's
+        # group.
         for folder in (group, *group.parents):
             most, used = _read_text(folder / limit).strip(), _read_text(folder / usage).strip()
-            # Version 2 writes "max" where there is no limit, version 1 a number beyond all memory.
+            # Version 2 writes "max" without a limit, version 1 a number larger than any memory.
             if most.isdigit() and used.isdigit():
                 yield int(most) - int(used) + _read_fields(folder / "memory.stat").get(cache, 0)
 
@@ -174,7 +175,7 @@ def _read_fields(path: Path) -> dict[str, int]:
 
 def _read_text(path: Path) -> str:
     try:
-        # The name of a group may hold any bytes.
+        # The name of a group may contain any bytes.
         return path.read_text(errors="replace")
     except OSError:
         return ""

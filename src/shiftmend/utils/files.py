@@ -1,4 +1,4 @@
-"""Write files so that a reader never sees half of one."""
+"""Atomic writing of files: a reader never sees a partial file."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from shiftmend.utils.checks import brief
 
 
 def as_path(given: Any, what: str, error: type[ShiftmendError] = ShiftmendError) -> Path:
-    """Turn a name into a path. Refuse anything else, and empty names, which Python takes for the current folder."""
+    """Convert a name to a path; refuse anything else, and empty names, which Python takes for the current folder."""
     if not isinstance(given, str | os.PathLike) or given == "":
-        raise error(f"{what} is {brief(given)}, expected a name, as text or as a Path")
+        raise error(f"Expected a name, as text or as a Path, for {what}, got {brief(given)}.")
     return Path(given)
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Put `content` at `path` in one step; see `write_together`."""
+    """Write `content` to `path` atomically; see `write_together`."""
     write_together({Path(path): content})
 
 
 def write_together(contents: Mapping[Path, bytes]) -> None:
-    """Write files in one step, as `replacing` does. Write directly into a device or a pipe, such as /dev/null."""
+    """Write files atomically, as `replacing` does; a device or a pipe, such as /dev/null, is written directly."""
     files = [path for path in contents if not is_special(path)]
     for path in contents.keys() - files:
         path.write_bytes(contents[path])
@@ -55,17 +55,17 @@ def is_special(path: Path) -> bool:
 def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
     """Yield temporary files to write, and move them to `paths` at the end of the block, once all are on disk.
 
-    If anything fails before the last step, existing files are untouched. A replaced file keeps its permissions. If a
-    path is a link, the file that it leads to is replaced. Each temporary file lies in a folder of its own, so a writer
-    may itself replace the file. Leftovers of killed processes are removed at the end.
+    If anything fails before the last step, existing files are not changed. A replaced file keeps its permissions. If a
+    path is a link, its target is replaced. Each temporary file has a folder of its own, so a writer may itself replace
+    the file. Leftovers of killed processes are removed at the end.
     """
     staged: dict[Path, Path] = {}
     with ExitStack() as stack:
         for path in paths:
             if path.is_dir():
-                raise IsADirectoryError(f"{path} is a folder, expected the name of a file to write")
+                raise IsADirectoryError(f"{path} is a folder")
             if is_special(path):
-                raise FileExistsError(f"{path} is a device or a pipe, expected the name of a file to write")
+                raise FileExistsError(f"{path} is a device or a pipe")
             target = Path(os.path.realpath(path))
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary = stack.enter_context(_staging_folder(target.parent, target.name)) / target.name
@@ -82,10 +82,10 @@ def replacing(*paths: Path) -> Iterator[tuple[Path, ...]]:
 
 @contextmanager
 def writing_folder(folder: Path, names: Sequence[str]) -> Iterator[tuple[Path, ...]]:
-    """Give temporary files to write, and put them into a folder at the end of the block, once all are on the disk.
+    """Yield temporary files to write, and move them into a folder at the end of the block, once all are on disk.
 
-    A new folder appears in one step, with all of its files. In a folder that is there already, the files are replaced
-    in the order of their names: a reader may see a mixture if the process is killed meanwhile.
+    A new folder appears atomically with all of its files. In an existing folder, the files are replaced in the order of
+    their names: a reader may see a mixture if the process is killed meanwhile.
     """
     home = Path(os.path.realpath(folder))
     if home.exists():
@@ -105,12 +105,12 @@ def writing_folder(folder: Path, names: Sequence[str]) -> Iterator[tuple[Path, .
 
 
 _SECONDS_TO_LOCK = 1.0
-"""Age from which a staging folder without a lock is one that a killed process has left behind."""
+"""Age in seconds from which a staging folder without a lock counts as a leftover of a killed process."""
 
 
 @contextmanager
 def _staging_folder(parent: Path, name: str) -> Iterator[Path]:
-    """Make a folder for temporary files, locked for the length of the block, and remove it in the end."""
+    """Make a folder for temporary files, locked inside the block and removed at its end."""
     place = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=".partial", dir=parent))
     descriptor = _open_folder(place)
     try:
@@ -124,7 +124,7 @@ def _staging_folder(parent: Path, name: str) -> Iterator[Path]:
 
 
 def sweep(target: Path) -> None:
-    """Remove what killed processes have left beside a file that they were writing. Living ones hold a lock."""
+    """Remove leftovers of killed processes beside a file; running processes hold a lock."""
     for left in target.parent.glob(f".{glob.escape(target.name)}.{'?' * 8}.partial"):
         descriptor = _open_folder(left)
         if descriptor is None:
@@ -137,7 +137,7 @@ def sweep(target: Path) -> None:
 
 
 def _open_folder(place: Path) -> int | None:
-    """Open a folder, but no link to one; None where that is not possible, as on Windows."""
+    """Open a folder, but not a link to one; None if that is not possible, as on Windows."""
     try:
         return os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except (AttributeError, OSError):
@@ -145,7 +145,7 @@ def _open_folder(place: Path) -> int | None:
 
 
 def _flush(path: Path, permissions: int) -> None:
-    """Bring a file to the disk, with its final permissions."""
+    """Flush a file to disk, with its final permissions."""
     with path.open("rb+") as handle:
         os.chmod(path, permissions)
         os.fsync(handle.fileno())
@@ -155,7 +155,7 @@ _LOCKS: set[BinaryIO] = set()
 
 
 def _release_locks() -> None:
-    """Release the locks of the parent: a worker that outlives its process would go on holding them."""
+    """Release the locks of the parent process, which a worker that outlives it would otherwise keep."""
     for handle in _LOCKS:
         handle.close()
 
@@ -168,7 +168,7 @@ if hasattr(os, "register_at_fork"):
 def alone_with(path: Path) -> Iterator[bool]:
     """Lock a file, and yield whether this process has the lock, as far as the system can tell.
 
-    A process that is killed loses its lock. The lock file may remain, and may belong to another user.
+    A killed process loses its lock. The lock file may remain, and may belong to another user.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f".{path.name}.lock")
@@ -176,8 +176,8 @@ def alone_with(path: Path) -> Iterator[bool]:
         handle = lock.open("ab")
     except OSError as error:
         raise DataError(
-            f"The lock {lock} cannot be opened ({error.strerror}). Wait for the process that holds it, or choose "
-            "another place."
+            f"Lock {lock} cannot be opened ({error.strerror}). Wait for the process that holds it, or choose another "
+            "place."
         ) from error
     with handle:
         alone = _lock(handle.fileno())
@@ -188,18 +188,18 @@ def alone_with(path: Path) -> Iterator[bool]:
             _LOCKS.discard(handle)
             # The handle is closed in a forked process, which does not own the lock.
             if alone and not handle.closed:
-                # Not every system deletes an open file.
+                # Not every system can delete an open file.
                 with suppress(OSError):
                     lock.unlink()
 
 
 def _lock(descriptor: int) -> bool:
-    """Try to lock an open file. Windows and some network drives have no locks: there the file counts as locked."""
+    """Try to lock an open file. On Windows and some network drives, which have no locks, return True."""
     try:
         import fcntl
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # A lock file that has just been deleted protects nothing: a third process may have made a new one.
+        # A deleted lock file protects nothing, because another process may have made a new one.
         return os.fstat(descriptor).st_nlink > 0
     except BlockingIOError:
         return False
@@ -216,26 +216,33 @@ def said_where(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"{target} cannot be written ({error.strerror or error}); choose another place") from error
+        raise DataError(
+            f"File {target} cannot be written ({error.strerror or error}). Choose another place."
+        ) from error
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
-    """Refuse a folder that cannot be written into, before any work is done. The folder need not exist yet."""
+    """Refuse a folder that cannot be written into, before any work. The folder need not exist."""
     place = as_path(folder, "the folder to write into")
     try:
         there = next(parent for parent in (place, *place.absolute().parents) if parent.exists())
     except OSError as error:
-        raise ShiftmendError(f"{place} cannot be written into ({error.strerror}); name another folder") from error
+        raise ShiftmendError(
+            f"Folder {place} cannot be written into ({error.strerror}). Name another folder."
+        ) from error
     if there == place and not place.is_dir():
-        raise ShiftmendError(f"{place} is a file, expected a folder to write into; name another")
+        raise ShiftmendError(f"Expected a folder to write into, got the file {place}. Name another folder.")
     if not there.is_dir():
-        raise ShiftmendError(f"{there} is a file, so {place} cannot be made; name another folder")
+        raise ShiftmendError(
+            f"Expected a folder to write into, got {place}, which cannot be made below the file {there}. Name another "
+            "folder."
+        )
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ShiftmendError(f"nothing can be written into {there}: no permission; name another folder")
+        raise ShiftmendError(f"Folder {there} cannot be written into: no permission. Name another folder.")
 
 
 def _permissions(target: Path) -> int:
-    """Return the permissions of the file that is replaced, or what the umask gives to a new one."""
+    """Return the permissions of the replaced file, or the umask's for a new file."""
     try:
         return stat.S_IMODE(target.stat().st_mode)
     except FileNotFoundError:

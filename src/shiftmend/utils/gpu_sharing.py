@@ -15,7 +15,7 @@ _own = threading.local()
 
 @contextmanager
 def share_gpu(lock: threading.Lock) -> Iterator[None]:
-    """Let this thread run the block only while it holds `lock`, which `release_gpu` gives up in between."""
+    """Run the block while this thread holds `lock`, which `release_gpu` releases temporarily."""
     with lock:
         _own.lock = lock
         try:
@@ -31,7 +31,7 @@ def is_sharing_gpu() -> bool:
 
 @contextmanager
 def release_gpu() -> Iterator[None]:
-    """Let other threads launch work during the block, in which this thread may only replay graphs and wait."""
+    """Let other threads launch work inside the block, in which this thread may only replay graphs and wait."""
     lock: threading.Lock | None = getattr(_own, "lock", None)
     if lock is None:
         yield

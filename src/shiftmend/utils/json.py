@@ -1,4 +1,4 @@
-"""JSON that every program reads: numbers that are not finite, which JSON does not have, are stored as text."""
+"""Strict JSON: non-finite numbers, which JSON lacks, are stored as strings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shiftmend.errors import DataError
 from shiftmend.utils.checks import kind
 
 MAX_DEPTH = 100
-"""Lists and dictionaries within each other that are read; results have fewer than ten."""
+"""Deepest nesting of lists and dicts that is read; results have fewer than ten levels."""
 
 
 def loads(text: str | bytes) -> Any:
-    """Read JSON that is not nested deeper than `MAX_DEPTH`, so that every function may walk through it.
+    """Parse JSON that is nested at most `MAX_DEPTH` levels deep, so that recursive functions can process it.
 
     Raises:
-        ValueError: If the text is no JSON, or nested deeper.
+        ValueError: If the text is not JSON, or nested deeper.
     """
     try:
         value = json.loads(text)
@@ -38,12 +38,12 @@ def loads(text: str | bytes) -> Any:
 
 
 def dumps(value: Any, name: str = "result", *, indent: int | None = None) -> str:
-    """Write strict JSON, in which numbers that are not finite are "NaN", "Infinity" or "-Infinity"."""
+    """Write strict JSON, in which non-finite numbers are "NaN", "Infinity" or "-Infinity"."""
     return json.dumps(to_strict_json(value, name), indent=indent, allow_nan=False)
 
 
 def to_strict_json(value: Any, name: str) -> Any:
-    """Convert a value to strict JSON, tuples to lists; `name` is for the error if that is impossible."""
+    """Convert a value to strict JSON, tuples to lists; errors call the value `name`."""
     if isinstance(value, float):
         if math.isfinite(value):
             return value
@@ -55,13 +55,13 @@ def to_strict_json(value: Any, name: str) -> Any:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: to_strict_json(entry, f"{name}.{key}") for key, entry in value.items()}
     raise DataError(
-        f"{name} is {kind(value)} that cannot be kept as JSON; "
-        "expected numbers, strings, lists, and dictionaries with strings as keys"
+        f"Expected {name} to be numbers, strings, lists or dictionaries with strings as keys, got {kind(value)}, which "
+        "JSON cannot hold."
     )
 
 
 def from_strict_json(value: Any) -> Any:
-    """Undo `to_strict_json`, but for tuples; a string that reads like one of the three numbers becomes that number."""
+    """Undo `to_strict_json`, except for tuples; the three strings become numbers."""
     if isinstance(value, list):
         return [from_strict_json(entry) for entry in value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Quiet stretches of work whose remarks would mean nothing to the user."""
+"""Suppression of log messages that would not help the user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def hide_warnings() -> Iterator[None]:
-    """Hide the library's warnings for the length of the block, as where many runs are made to be compared."""
+    """Hide the library's warnings inside the block, e.g. while many runs are compared."""
     logger = logging.getLogger("shiftmend")
     before = logger.level
     logger.setLevel(logging.ERROR)

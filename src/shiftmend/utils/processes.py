@@ -13,10 +13,10 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """Return the number of this process, from 0; the first process writes files and talks to the user."""
+    """Return the rank of this process, from 0; only rank 0 writes files and prints."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def of_first_process(record: logging.LogRecord) -> bool:
-    """Let a logger pass the records of the first process alone: what all processes would say is said once."""
+    """Filter log records to those of the first process, so that each message appears once."""
     return rank() == 0

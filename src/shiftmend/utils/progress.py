@@ -1,4 +1,4 @@
-"""Progress: a bar on the terminal if there is a terminal; lines or silence otherwise."""
+"""Progress: a bar on a terminal; lines or nothing otherwise."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _shown = ContextVar("shown", default=False)
 
 
 SECONDS_BETWEEN_LINES = 5.0
-"""Time between two lines of progress in a log file."""
+"""Seconds between two lines of progress in a log file."""
 
 Piped = Literal["silent", "lines", "off"]
-"""Progress by default: silent without a terminal, lines without one, or none at all."""
+"""Default progress: a bar on a terminal only, lines if there is no terminal, or nothing at all."""
 
 _piped: ContextVar[Piped] = ContextVar("piped", default="silent")
 
 
 @contextmanager
 def piped_progress(how: Piped) -> Iterator[None]:
-    """Decide for the length of the block what is shown where nothing else was asked for; the command line does so."""
+    """Set the default kind of progress inside the block; used by the command line."""
     before = _piped.set(how)
     try:
         yield
@@ -40,10 +40,10 @@ def piped_progress(how: Piped) -> Iterator[None]:
 
 
 class Bar:
-    """A bar that shows nothing; its subclass shows one on the terminal."""
+    """A bar that shows nothing; a subclass shows one on the terminal."""
 
     def advance(self, steps: int = 1, note: str = "") -> None:
-        """Report that more steps are done, with a note to show beside the bar."""
+        """Report that more steps are finished, with a note to show beside the bar."""
 
 
 class PassProgress:
@@ -54,7 +54,7 @@ class PassProgress:
 
     def __call__(self, samples: int) -> None:
         self.done += samples * world_size()
-        # Processes may have parts of different sizes, so that the product may exceed the total.
+        # Processes may have parts of different sizes, so the product may exceed the total.
         done = f"{self.done:,}" if self.total is None else f"{min(self.done, self.total):,} of {self.total:,}"
         self.bar.advance(0, f"{self.what}  {done} samples")
 
@@ -75,7 +75,7 @@ def progress_bar(show: Progress, title: str, total: int | None) -> Iterator[Bar]
 
     title_column, note = (TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[note]"))
     columns = (title_column, BarColumn(), note, TimeElapsedColumn())
-    # On a terminal the bar goes away when done; in a log file its last state stays.
+    # On a terminal, the bar disappears when finished; in a log file, its last state stays.
     with RichProgress(*columns, console=open_console(stderr=True), transient=sys.stderr.isatty()) as shown:
         task = shown.add_task(neutralise(title), total=total, note="")
 
@@ -88,7 +88,7 @@ def progress_bar(show: Progress, title: str, total: int | None) -> Iterator[Bar]
 
 
 class _Lines(Bar):
-    """A line on standard error every few seconds, for logs."""
+    """Progress as a line on standard error every few seconds, for log files."""
 
     def __init__(self, title: str, total: int | None) -> None:
         self.title, self.total, self.done = title, total, 0

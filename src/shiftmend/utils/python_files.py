@@ -1,4 +1,4 @@
-"""Run a user's own Python: import the file of a model, a method or a benchmark, and say what went wrong there."""
+"""Running a user's Python code: import the file of a model, method or benchmark, and explain its errors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from types import ModuleType
 
 @contextmanager
 def first_on_path(folder: Path) -> Iterator[None]:
-    """Import from a folder before all others, as Python does for a script that lies there.
+    """Put a folder first on the import path, as Python does for a script in it.
 
-    The folder stays on the path, because a model may import more when it is called. After an error it is removed.
+    The folder stays on the path, because a model may import more modules when it is called. After an error it is
+    removed.
     """
     before, first = list(sys.path), str(folder)
     sys.path[:] = [first, *(entry for entry in before if entry != first)]
@@ -29,17 +30,17 @@ def first_on_path(folder: Path) -> Iterator[None]:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Run a file as a module of its name, or of a longer name if that is taken; after an error, forget the module."""
+    """Import a file as a module of its name, or a longer one if that is taken; drop the module after an error."""
     held = sys.modules.get(path.stem)
-    # A module of the same file was run before, and the file may have been edited since.
+    # The same file may have been imported before, and edited since.
     ours = held is None or getattr(held, "__file__", None) == str(path.absolute())
     name = path.stem if ours else f"another_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    # True of every .py file.
+    # A .py file always has a loader.
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look up their module here.
+    # Dataclasses look up their module in sys.modules.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -51,7 +52,7 @@ def import_file(path: Path) -> ModuleType:
 
 @contextmanager
 def user_code(refuse: Callable[[BaseException], Exception]) -> Iterator[None]:
-    """Run a user's code inside the block; `refuse` makes the error for any exception, even SystemExit."""
+    """Run a user's code inside the block; `refuse` converts any exception, including SystemExit."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -59,7 +60,7 @@ def user_code(refuse: Callable[[BaseException], Exception]) -> Iterator[None]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Say in one line what went wrong in a user's code, and in which line of it."""
+    """Describe an error of a user's code in one line, with its location."""
     text, places = str(error), [(frame.filename, frame.lineno) for frame in frames(error)]
     if isinstance(error, SyntaxError):
         text, places = error.msg or "", [(error.filename or "", error.lineno)]
@@ -71,7 +72,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """List the frames that an error passed through, without those of this package and the import system."""
+    """List the traceback frames of an error, without those of this package and the import system."""
     passed = traceback.extract_tb(error.__traceback__)
     ours = (f"{Path(__file__).parents[1]}{os.sep}", importlib.__file__, "<frozen")
     return [frame for frame in passed if not frame.filename.startswith(ours)]

@@ -1,4 +1,4 @@
-"""Random numbers that follow the seed of a run and leave the global generators as they were."""
+"""Random numbers that follow the seed of a run and leave the global generators unchanged."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ _isolated = threading.local()
 
 
 class DeviceGenerator:
-    """A generator of random numbers on a device, which dropout draws from inside `as_default`.
+    """A random number generator on a device, from which dropout draws inside `as_default`.
 
-    Functions such as `torch.rand` take a generator; dropout always draws from the global one of its device. On CUDA,
-    `as_default` makes the global generator share the state of this one. A step that is captured meanwhile goes on
-    drawing from this state, whichever thread replays the step. On other devices this is the global generator of the
-    CPU, whose state `as_default` restores.
+    Functions such as `torch.rand` take a generator, but dropout always draws from the global generator of its device.
+    On CUDA, `as_default` makes the global generator share the state of this one. A step that is captured inside keeps
+    drawing from this state, whichever thread replays it. On other devices, this is the global generator of the CPU,
+    whose state `as_default` restores.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, on_gpu = device, device.type == "cuda"
         if on_gpu:
-            # The global generators do not exist before.
+            # The global generators do not exist before this call.
             torch.cuda.init()
         self.generator = torch.Generator(device) if on_gpu else torch.default_generator
         self._seeded = self.generator
 
     def seed(self, seed: int) -> None:
-        """Restart from a seed, which may be any integer."""
+        """Reseed the generator with any integer."""
         number = seed % (1 << 63)
         if self.device.type in ("cpu", "cuda"):
             self._seeded.manual_seed(number)
         else:
-            # Dropout on such a device draws from a generator of its own, which torch.manual_seed reaches.
+            # Dropout on such a device uses its own generator, which torch.manual_seed seeds.
             torch.manual_seed(number)
 
     @contextmanager
     def as_default(self) -> Iterator[None]:
-        """Let dropout draw from this generator; no two threads may be inside at the same time."""
+        """Make dropout draw from this generator; only one thread may be inside at a time."""
         if self.device.type != "cuda":
             with torch.random.fork_rng(devices=[]), _restore_mps() if self.device.type == "mps" else nullcontext():
                 yield
@@ -49,7 +49,7 @@ class DeviceGenerator:
         default = torch.cuda.default_generators[self.generator.device.index]
         before = default.graphsafe_get_state()
         default.graphsafe_set_state(self.generator)
-        # Recurrent layers notice a new seed of the global generator only.
+        # Recurrent layers only notice a new seed of the global generator.
         self._seeded = default
         try:
             yield
@@ -60,7 +60,7 @@ class DeviceGenerator:
 
 @contextmanager
 def _restore_mps() -> Iterator[None]:
-    """Restore the generator of `mps`, which `fork_rng` leaves out."""
+    """Restore the generator of `mps`, which `fork_rng` does not cover."""
     before = torch.mps.get_rng_state()
     try:
         yield
@@ -70,17 +70,17 @@ def _restore_mps() -> Iterator[None]:
 
 @contextmanager
 def isolate_rng(device: torch.device, first_pass: Callable[[], object]) -> Iterator[bool]:
-    """Let a model that draws random numbers in eval mode, as Monte Carlo dropout does, follow `reseed`.
+    """Make a model that draws random numbers in eval mode, such as Monte Carlo dropout, follow `reseed`.
 
-    `first_pass` runs the model and `preprocess` once, to find out whether they draw random numbers. The block gets the
-    answer. If nothing is drawn, the global generators stay untouched, because other threads may use them. Otherwise
-    their states are restored at the end. Threads that share a GPU share its generator, and nothing is isolated there.
+    `first_pass` runs the model and `preprocess` once, to test whether they draw random numbers; the block receives the
+    result. If they do not, the global generators are left alone, because other threads may use them. Otherwise, their
+    states are restored at the end. Threads that share a GPU share its generator, so nothing is isolated there.
     """
     draws = _draws(device, first_pass)
     if not draws or is_sharing_gpu():
         yield draws
         return
-    # A callback of a run may verify, so blocks may be nested.
+    # Blocks may be nested, because a callback of a run may verify.
     outer, generator = getattr(_isolated, "generator", None), DeviceGenerator(device)
     try:
         with torch.random.fork_rng(devices=[]), generator.as_default():
@@ -92,10 +92,10 @@ def isolate_rng(device: torch.device, first_pass: Callable[[], object]) -> Itera
 
 
 def reseed(seed: int) -> None:
-    """Restart the generators of `isolate_rng`, as before each pass over the data; do nothing outside of it."""
+    """Reseed the generators of `isolate_rng` before each pass over the data; do nothing outside of it."""
     generator: DeviceGenerator | None = getattr(_isolated, "generator", None)
     if generator is not None:
-        # A model on another device may draw on the host as well.
+        # A model on another device may also draw on the host.
         torch.default_generator.manual_seed(seed % (1 << 63))
         generator.seed(seed)
 
@@ -104,8 +104,8 @@ def reseed(seed: int) -> None:
 def preserve_rng(device: torch.device) -> Iterator[list[torch.Generator]]:
     """Restore the global generators of the host and the device at the end of the block.
 
-    The yielded list is empty inside the block and holds the generators that had moved afterwards. The others are not
-    written to, since other threads may use them.
+    The yielded list is empty inside the block, and contains the generators that had changed afterwards. The others are
+    not written to, because other threads may use them.
     """
     generators = [torch.default_generator]
     if device.type == "cuda":
@@ -124,7 +124,7 @@ def preserve_rng(device: torch.device) -> Iterator[list[torch.Generator]]:
 
 
 def _draws(device: torch.device, run: Callable[[], object]) -> bool:
-    """Call a function, tell whether it drew from a global generator, and restore that generator."""
+    """Call a function, return whether it drew from a global generator, and restore that generator."""
     with preserve_rng(device) as moved:
         run()
     return bool(moved)

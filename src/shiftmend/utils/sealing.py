@@ -1,9 +1,9 @@
-"""Sealed files: each holds the SHA-256 of its own content, so that no damaged byte goes unnoticed.
+"""Sealed files: each contains the SHA-256 of its own content, so that any damage is detected.
 
-A seal finds accidents; a signature (`utils/signing.py`) finds those who alter a file on purpose. The entries `sha256`,
-`signer` and `signature` stand in the metadata of a safetensors file, or at the beginning of a JSON object. What is
-signed is the whole file with zeros in the places of hash and signature. The hash is taken after that, with zeros in
-its own place. Large files are hashed in parts, since they may not fit into memory.
+A seal detects accidents; a signature (`utils/signing.py`) detects deliberate changes. The entries `sha256`, `signer`
+and `signature` are in the metadata of a safetensors file, or at the beginning of a JSON object. The signature covers
+the whole file with zeros in place of hash and signature. The hash is computed afterwards, with zeros in its own place.
+Large files are hashed in parts, because they may not fit into memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ZEROS = {"sha256": "0" * 64, "signature": "0" * 128}
 
 
 _MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors format; a damaged file may promise any number."""
+"""Limit of the safetensors format; a damaged file may claim any size."""
 
 
 _BYTES_AT_ONCE = 1 << 22
@@ -30,11 +30,11 @@ _BYTES_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class Seal:
-    """The seal of a file that was found to be as it was sealed.
+    """The verified seal of a file.
 
     Attributes:
-        sealed: Whether the file holds its hash; files of earlier versions do not.
-        signer: Public key of whoever signed the file, in hexadecimal digits; None if nobody did.
+        sealed: Whether the file contains its hash; files of earlier versions do not.
+        signer: Public key of the signer in hexadecimal digits; None if the file is not signed.
     """
 
     sealed: bool
@@ -47,7 +47,7 @@ class Seal:
 
 
 def blank_entries(key: signing.Key | None = None) -> dict[str, str]:
-    """Return the entries that a file needs before `seal` or `seal_json` can fill them in."""
+    """Return the empty entries that `seal` or `seal_json` fill in."""
     signed = {} if key is None else {"signer": key.public, "signature": _ZEROS["signature"]}
     return {"sha256": _ZEROS["sha256"], **signed}
 
@@ -71,14 +71,14 @@ def seal_json(text: str, key: signing.Key | None = None) -> str:
 
 
 def check(file: BinaryIO, trust: str | None = None) -> Seal:
-    """Check that a safetensors file is as it was sealed.
+    """Verify that a safetensors file has not changed since it was sealed.
 
     Args:
         file: The file, open for reading at its beginning.
-        trust: Public key whose signature the file must bear.
+        trust: Public key that the file must be signed with.
 
     Raises:
-        ValueError: If the file is no safetensors file, altered, or not signed by whom it should be.
+        ValueError: If the file is not a safetensors file, was changed, or lacks the required signature.
     """
     header = _read_header(file)
     facts = loads(header[8:])
@@ -89,7 +89,7 @@ def check(file: BinaryIO, trust: str | None = None) -> Seal:
 
 
 def check_json(text: str, trust: str | None = None) -> tuple[dict[str, Any], Seal]:
-    """Read a JSON object and check its seal, if it has one; `trust` and errors are those of `check`.
+    """Parse a JSON object and verify its seal, if it has one; `trust` and errors are those of `check`.
 
     Returns:
         The object without the entries of the seal, and the seal.
@@ -113,7 +113,7 @@ def _check(entries: dict[str, Any], head: bytes, rest: BinaryIO, trust: str | No
     if (signer is None) != (signature is None):
         raise ValueError("its signature is not complete")
     _check_signer(signer, trust)
-    # A signature is checked wherever that is possible, whoever made it: somebody may have altered and sealed the file.
+    # A signature is always verified if possible, because somebody may have changed and resealed the file.
     if signer is not None and (trust is not None or signing.is_available()):
         unsigned = _blank(blank, "signature", signature)
         if not signing.is_valid(signer, signature, _hash(unsigned, rest)):
@@ -128,7 +128,7 @@ def _check_signer(signer: Any, trust: str | None) -> None:
 
 
 def _read_header(file: BinaryIO) -> bytes:
-    """Read the length and the text that a safetensors file begins with."""
+    """Read the length and the header at the beginning of a safetensors file."""
     start = file.read(8)
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER_BYTES + 1
     if length > _MAX_HEADER_BYTES:
@@ -137,7 +137,7 @@ def _read_header(file: BinaryIO) -> bytes:
 
 
 def _hash(head: bytes, file: BinaryIO) -> str:
-    """Hash a beginning and the rest of a file, which is then again where it was."""
+    """Hash `head` and the rest of a file, and restore the file's position."""
     digest, place = hashlib.sha256(head), file.tell()
     while part := file.read(_BYTES_AT_ONCE):
         digest.update(part)
@@ -154,7 +154,7 @@ def _blank(head: bytes, name: str, value: Any) -> bytes:
 
 
 def _replace(head: bytes, name: str, old: Any, new: str) -> bytes:
-    """Replace the value of an entry, where it first stands."""
+    """Replace the first occurrence of an entry's value."""
     if not isinstance(old, str) or not re.fullmatch(f"[0-9a-f]{{{len(new)}}}", old):
         raise ValueError(f"its entry {name!r} is damaged")
     found = re.search(rf'"{name}": ?"{old}"'.encode(), head)

@@ -14,14 +14,14 @@ from shiftmend.utils.checks import brief, require
 
 _EXTRA = "sign"
 _PURPOSE = b"shiftmend seal 1\n"
-"""Precedes what is signed, so that a signature is of no use for anything else."""
+"""Prefix of the signed bytes, so that a signature cannot be used for anything else."""
 
 _MAX_KEY_BYTES = 10_000
 
 
 @dataclass(frozen=True, repr=False)
 class Key:
-    """A private key; `public` is its public half in hexadecimal digits, which may be told to everybody."""
+    """A private key; `public` is its public half in hexadecimal digits, which need not be secret."""
 
     private: Any
     public: str
@@ -41,7 +41,7 @@ def is_available() -> bool:
 
 
 def is_valid(public: Any, signature: Any, digest: str) -> bool:
-    """Tell whether a signature of a SHA-256 was made with the private half of a public key."""
+    """Tell whether a signature of a SHA-256 was made with the private key of a public key."""
     ed25519 = require("cryptography.hazmat.primitives.asymmetric.ed25519", _EXTRA)
     invalid = require("cryptography.exceptions", _EXTRA).InvalidSignature
     try:
@@ -53,13 +53,13 @@ def is_valid(public: Any, signature: Any, digest: str) -> bool:
 
 
 def new_key(path: str | os.PathLike[str]) -> Key:
-    """Make a key: write the private half to `path`, readable by its owner alone, and the public half to `path`.pub.
+    """Make a key pair: the private key in `path`, readable by its owner only, and the public key in `path`.pub.
 
     Args:
-        path: Where to write; neither file may exist.
+        path: Path of the private key; neither file may exist.
 
     Raises:
-        ShiftmendError: If the files are there already or cannot be written.
+        ShiftmendError: If the files exist or cannot be written.
     """
     serialization = require("cryptography.hazmat.primitives.serialization", _EXTRA)
     ed25519 = require("cryptography.hazmat.primitives.asymmetric.ed25519", _EXTRA)
@@ -72,14 +72,16 @@ def new_key(path: str | os.PathLike[str]) -> Key:
     try:
         if beside.exists():
             raise FileExistsError(17, "File exists", str(beside))
-        # A key is never replaced, and never for a moment readable by others.
+        # A key is never replaced, and never readable by others, not even briefly.
         descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(private)
         with beside.open("x", encoding="ascii") as text:
             text.write(f"{made.public}\n")
     except OSError as error:
-        raise ShiftmendError(f"{error.filename} cannot be written ({error.strerror}); name another file.") from error
+        raise ShiftmendError(
+            f"File {error.filename} cannot be written ({error.strerror}). Name another file."
+        ) from error
     return made
 
 
@@ -96,8 +98,8 @@ def load_key(path: str | os.PathLike[str]) -> Key:
         with Path(path).open("rb") as file:
             private = serialization.load_pem_private_key(file.read(_MAX_KEY_BYTES), password=None)
     except (OSError, ValueError, TypeError, exceptions.UnsupportedAlgorithm, exceptions.InternalError) as error:
-        said = error.strerror if isinstance(error, OSError) else "it is none"
-        raise ShiftmendError(f"Expected a private key at {path}, {said}. Try `shiftmend key new`.") from error
+        said = error.strerror if isinstance(error, OSError) else "something else"
+        raise ShiftmendError(f"Expected a private key at {path}, got: {said}. Try `shiftmend key new`.") from error
     if not isinstance(private, ed25519.Ed25519PrivateKey):
         raise ShiftmendError(f"Expected an Ed25519 key at {path}, got another kind. Try `shiftmend key new`.")
     return _as_key(private)
@@ -107,7 +109,7 @@ def read_public(given: str | os.PathLike[str]) -> str:
     """Read a public key: its 64 hexadecimal digits, or the file that holds them.
 
     Raises:
-        ShiftmendError: If it is neither.
+        ShiftmendError: If the argument is neither.
     """
     text = os.fspath(given)
     if not re.fullmatch("[0-9a-fA-F]{64}", text):

@@ -1,4 +1,4 @@
-"""Inputs of models that take several tensors: a dict or tuple of tensors that is handled like one tensor."""
+"""Inputs of models that take several tensors: a dict or tuple of tensors that behaves like one tensor."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class TensorTree:
-    """Tensors with one entry a sample, in a dict or a tuple, perhaps nested; all have the same first dimension.
+    """Tensors in a dict or tuple, possibly nested, with one entry per sample along the first axis.
 
-    Batches are counted, indexed, copied and moved by the same calls as a tensor, so code that does no arithmetic with
-    inputs takes both kinds. `value` is what the model is called with.
+    `len`, indexing, `clone` and `to` work as for a tensor, so code that does no arithmetic on inputs handles both
+    kinds. `value` is what the model is called with.
 
     Example:
         >>> tree = TensorTree({"ids": torch.zeros(4, 7), "mask": torch.ones(4, 7)})
@@ -46,7 +46,7 @@ class TensorTree:
         return [leaf for _, leaf in self.named_leaves]
 
     def with_leaves(self, leaves: Iterable[Tensor]) -> TensorTree:
-        """Put other tensors into the places of these, in the order of `leaves`."""
+        """Return the same structure with other tensors, in the order of `leaves`."""
         others = iter(leaves)
         return self.map(lambda leaf: next(others))
 
@@ -99,22 +99,22 @@ Inputs: TypeAlias = "Tensor | TensorTree"
 
 
 def unwrap_inputs(inputs: Inputs) -> Any:
-    """Return inputs as a user sees them: a tensor, a dict or a tuple."""
+    """Return inputs in the user's form: a tensor, a dict or a tuple."""
     return inputs.value if isinstance(inputs, TensorTree) else inputs
 
 
 def wrap_inputs(value: Any) -> Inputs:
-    """Undo `unwrap_inputs`; what holds no tensors of equal length is not checked here."""
+    """Undo `unwrap_inputs`; lengths are not checked here."""
     return value if isinstance(value, Tensor | TensorTree) else TensorTree(value)
 
 
 def list_leaves(inputs: Inputs) -> list[tuple[str, Tensor]]:
-    """List the tensors of inputs with their paths; the path of a single tensor is empty."""
+    """List the tensors of inputs with their paths; a single tensor has an empty path."""
     return inputs.named_leaves if isinstance(inputs, TensorTree) else [("", inputs)]
 
 
 def sample_shape(inputs: Inputs) -> tuple[Any, ...]:
-    """Return the shape of a sample, which batches must have in common to be joined; that of several by name."""
+    """Return the shape of a sample, or shapes by name for several inputs; batches must share it to be joined."""
     if isinstance(inputs, TensorTree):
         return tuple((name, tuple(leaf.shape[1:])) for name, leaf in inputs.named_leaves)
     return tuple(inputs.shape[1:])
@@ -128,7 +128,7 @@ def describe_samples(inputs: Inputs) -> str:
 
 
 def concatenate(parts: Sequence[Inputs]) -> Inputs:
-    """Join batches along their first dimension."""
+    """Concatenate batches along their first axis."""
     first = parts[0]
     if not isinstance(first, TensorTree):
         return torch.cat(parts)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Text on its way out: names and messages from files must not steer a terminal, nor hide in a document."""
+"""Safe output: names and messages from files must not control a terminal or inject markup into a document."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResult
 
 _STEERING = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # Control characters but tab and line break: escape sequences begin with one.
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # Control characters except tab and line break; escape sequences begin with one.
     "\u2028\u2029\u202a-\u202e\u2066-\u2069"  # Other line breaks, and characters that reorder a line.
-    "\udc80-\udc9f]"  # Bytes of file names that are no text and that some terminals take for control characters.
+    "\udc80-\udc9f]"  # Undecodable bytes of file names, which some terminals take for control characters.
 )
 
 
 def neutralise(text: str) -> str:
-    r"""Write characters that steer a terminal as Python does, so that they show.
+    r"""Escape characters that control a terminal, as Python's repr does, so that they are visible.
 
     >>> neutralise("a\x1b[2Jb\rc\td")
     'a\\x1b[2Jb\\x0dc\td'
@@ -25,7 +25,7 @@ def neutralise(text: str) -> str:
 
 
 def neutralise_cell(text: str) -> str:
-    """Neutralise a text for a CSV file, in which spreadsheets take what begins like a formula for one.
+    """Escape text for a CSV file, because spreadsheets would evaluate text that begins like a formula.
 
     >>> neutralise_cell("=1+1")
     "'=1+1"
@@ -34,12 +34,12 @@ def neutralise_cell(text: str) -> str:
 
 
 def open_console(**options: Any) -> Console:
-    """Open a terminal on which markup, emoji codes and control characters in texts mean nothing."""
+    """Open a console that ignores markup, emoji codes and control characters in texts."""
     from rich.console import Console, RenderHook
     from rich.segment import Segment
 
     class Neutral:
-        """Text, a table or anything else to print, without the control characters in its texts."""
+        """A renderable without the control characters in its texts."""
 
         def __init__(self, inner: ConsoleRenderable) -> None:
             self.inner = inner

@@ -1,1 +1,1 @@
-"""Judgement without labels: signals, verdicts."""
+"""Verification without labels: signals, verdicts about features, estimated scores and class shares."""

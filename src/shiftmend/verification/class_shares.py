@@ -1,10 +1,10 @@
-"""Class shares at a site without labels, and how far chance may move them.
+"""Class shares at a site, estimated without labels and with intervals.
 
-Two estimates stand side by side. The *likelihood* finds the shares for which the model's calibrated probabilities fit
-best (EM; Saerens et al. 2002, Alexandari et al. 2020). The *confusion* finds the shares whose answers, with the
-mistakes that the model makes at home, are those of the site (Lipton et al. 2018; here by maximum likelihood, so that no
-share is negative). Both assume that the samples of each class look as at home. Where the device changed, estimate on a
-mended model.
+There are two estimates. The *likelihood* estimate maximises the likelihood of the model's calibrated probabilities (EM;
+Saerens et al. 2002, Alexandari et al. 2020). The *confusion* estimate finds the shares that explain the predictions at
+the site by the confusion matrix of home (Lipton et al. 2018; here by maximum likelihood, so that no share is negative).
+Both assume that the features within each class are distributed as at home. If the device changed, use the outputs of
+the adapted model.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from shiftmend.profiles.rehearsal import Rehearsal
 from shiftmend.verification.predictions import as_class_logits, class_shares
 
 ROUNDS = 300
-"""Rounds of EM at most."""
+"""Largest number of EM iterations."""
 SETTLED = 1e-6
-"""Change of a share below which EM ends."""
+"""Change of a share below which EM stops."""
 DRAWS = 100
-"""Bootstrap draws behind an interval."""
+"""Number of bootstrap draws for an interval."""
 DRAW_ROUNDS = 40
 MAX_DRAWN = 4000
-"""Samples of a bootstrap draw at most; intervals are scaled to the number of all samples."""
+"""Largest number of samples in a bootstrap draw; intervals are scaled to the number of all samples."""
 LEVEL = 0.9
 WIDE = 0.15
-"""Half of an interval from which on a share counts as unknown."""
+"""Half-width of an interval above which a share counts as unknown."""
 DISAGREEMENT = 0.1
-"""Total variation between both estimates, beyond chance, from which on neither is believed."""
+"""Total variation between both estimates, beyond sampling noise, above which neither is trusted."""
 SMALLEST_COUNT = 1e-3
-"""Added to each count of the confusion matrix: a mistake that home has not seen is not impossible."""
+"""Count that is added to each entry of the confusion matrix, since a mistake that home never showed is possible."""
 
 Source = Literal["likelihood", "confusion"]
 
@@ -48,9 +48,9 @@ class Shares:
         low: Lower end of each interval.
         high: Upper end of each interval.
         home: Share of each class at home.
-        samples: Samples at the site.
-        source: `"likelihood"` or `"confusion"`: which estimate the values are.
-        reasons: Why the shares cannot be relied on, in words.
+        samples: Number of samples at the site.
+        source: `"likelihood"` or `"confusion"`: the estimate that the values come from.
+        reasons: Reasons why the shares are not reliable, one sentence each; empty if they are.
 
     Example:
         >>> from shiftmend import Shares
@@ -69,16 +69,16 @@ class Shares:
 
     @property
     def reliable(self) -> bool:
-        """True if nothing speaks against the shares."""
+        """True if there is no reason to doubt the shares."""
         return not self.reasons
 
     @property
     def distance(self) -> float:
-        """Total variation from home: the share of samples that would have to change their class."""
+        """Total variation from the shares at home: the share of samples whose class would have to change."""
         return sum(abs(one - other) for one, other in zip(self.values, self.home, strict=True)) / 2
 
     def to_json(self) -> dict[str, Any]:
-        """Return the shares for a manifest."""
+        """Return the shares as JSON for a manifest."""
         rounded = {name: [round(one, 5) for one in getattr(self, name)] for name in ("values", "low", "high", "home")}
         return rounded | {"samples": self.samples, "source": self.source, "reasons": list(self.reasons)}
 
@@ -100,14 +100,14 @@ def maximise_likelihood(
     weights: Tensor | None = None,
     rounds: int = ROUNDS,
 ) -> Tensor:
-    """Find the class shares for which calibrated probabilities are most likely, by EM.
+    """Find the class shares that maximise the likelihood of calibrated probabilities, by EM.
 
     Args:
         probabilities: Probabilities `[N, classes]`, calibrated for the shares of home.
         home: Share of each class at home, `[classes]`.
-        start: Shares to begin with, `[classes]` or `[draws, classes]`; those of home if None.
+        start: Initial shares, `[classes]` or `[draws, classes]`; those of home if None.
         weights: Weight of each sample `[draws, N]`, adding up to 1 in each draw; equal ones if None.
-        rounds: Rounds at most.
+        rounds: Largest number of iterations.
 
     Returns:
         Shares `[classes]`, or `[draws, classes]` with weights.
@@ -134,13 +134,13 @@ def maximise_likelihood(
 
 
 def invert_confusion(answers: Tensor, confusion: Tensor, start: Tensor | None = None, rounds: int = ROUNDS) -> Tensor:
-    """Find the class shares whose answers, with the mistakes made at home, are most like those of the site.
+    """Find the class shares that best explain the predictions at the site, given the confusion matrix of home.
 
     Args:
-        answers: Share of each class among the answers at the site, `[classes]`.
-        confusion: Counts at home by true class (rows) and answer (columns).
-        start: Shares to begin with; equal ones if None.
-        rounds: Rounds of EM at most.
+        answers: Share of each class among the predictions at the site, `[classes]`.
+        confusion: Confusion matrix at home: counts by true class (rows) and predicted class (columns).
+        start: Initial shares; uniform if None.
+        rounds: Largest number of EM iterations.
 
     Example:
         >>> confusion = torch.tensor([[90.0, 10.0], [20.0, 80.0]])
@@ -167,7 +167,7 @@ def fit_shares(logits: Tensor, record: Rehearsal) -> Tensor:
 
 
 def expect_answers(shares: Tensor, record: Rehearsal) -> Tensor:
-    """Return the share of each class among the answers `[classes]`, if classes had these shares."""
+    """Return the expected share of each class among the predictions, `[classes]`, for given true class shares."""
     rates = record.confusion.double()
     rates = rates / rates.sum(1, keepdim=True).clamp_min(1)
     expected = shares.double() @ rates
@@ -175,7 +175,7 @@ def expect_answers(shares: Tensor, record: Rehearsal) -> Tensor:
 
 
 def expect_accuracy(shares: Tensor, record: Rehearsal) -> float:
-    """Return the accuracy of the untouched model, if the device is that of home and classes have these shares."""
+    """Return the accuracy of the untouched model on the device of home, for given class shares."""
     counts = record.confusion.double().sum(1)
     recalls = torch.where(counts > 0, record.confusion.double().diagonal() / counts.clamp_min(1), record.score)
     return float((shares.double() * recalls).sum())
@@ -185,14 +185,14 @@ def estimate_shares(outputs: Tensor, record: Rehearsal, seed: int = 0) -> Shares
     """Estimate class shares with intervals from the outputs of a model.
 
     Args:
-        outputs: Logits `[N, classes]`, or `[N, 1]` of a model of two classes.
+        outputs: Logits `[N, classes]`, or `[N, 1]` for a binary classifier.
         record: The rehearsal in the profile.
-        seed: Decides the bootstrap draws.
+        seed: Seed of the bootstrap draws.
     """
     logits = as_class_logits(outputs).cpu()
     home, samples = record.label_shares, len(logits)
     values = fit_shares(logits, record)
-    # Without labels nothing is calibrated, and the answers themselves are all there is.
+    # Without labels nothing is calibrated, so the shares of the predictions themselves are used.
     source: Source = "likelihood" if record.labelled else "confusion"
     rng = torch.Generator().manual_seed(seed)
     rows = torch.randperm(samples, generator=rng)[:MAX_DRAWN]
@@ -206,9 +206,9 @@ def estimate_shares(outputs: Tensor, record: Rehearsal, seed: int = 0) -> Shares
     else:
         answers = torch.nn.functional.one_hot(logits[rows].argmax(1), len(home)).double()
         drawn = weights @ answers
-    # Home is a sample, too: its probabilities and mistakes are known as well as its samples allow.
+    # Home is a sample as well, so its probabilities and its confusion matrix have sampling noise.
     deviation = drawn.std(0) * (len(rows) / samples) ** 0.5 * (1 + samples / record.samples) ** 0.5
-    # A class that is not seen among n samples may still have a share of ln(10) / n.
+    # A class without predictions among n samples may still have a share of ln(10) / n.
     half = (1.6449 * deviation).clamp_min(math.log(10) / samples)
     other = invert_confusion(class_shares(logits.argmax(1), len(home)), record.confusion)
     reasons = _find_reasons(values, half, other, deviation, samples)

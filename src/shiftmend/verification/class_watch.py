@@ -1,8 +1,8 @@
-"""A watch over the classes of a stream: do its batches have the classes of home, and all of them the same?
+"""Monitoring of the classes of a stream: does it have the classes of home, and do they stay the same?
 
-BatchNorm and aligned features take a batch for a sample of all classes. A stream that comes sorted by class, or with
-other classes than home's, breaks that: of digits sorted by class, a network that knows 96 % gets 28 % right while it
-adapts. The untouched model's answers show both, whatever adapts.
+BatchNorm and feature alignment assume that each batch is a sample of all classes. A stream that is sorted by class, or
+has other classes than home, breaks this assumption: on digits sorted by class, a network with 96 % accuracy drops to 28
+% while it adapts. The predictions of the untouched model show both cases, whatever method adapts.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from shiftmend.verification.predictions import as_class_logits, class_shares, co
 SORTED = "batches differ in their classes, as where samples come sorted by class"
 
 MIN_SKEW = 0.2
-"""Total variation of class shares, beyond chance, from which on learning pauses. Less does little harm."""
+"""Total variation of class shares, beyond sampling noise, above which updates pause. Smaller changes do little harm."""
 DEVIATIONS = 5.0
-"""Deviations of chance that a skew must exceed. A stream asks the same question thousands of times."""
+"""Standard deviations of sampling noise that a change must exceed. A stream is tested thousands of times."""
 MIN_RECENT_SAMPLES, RECENT_SAMPLES_PER_CLASS = 50, 5
-"""Latest samples that are compared with home and with earlier ones, at least. Fewer tell too little of their shares."""
+"""Smallest numbers of latest samples to compare with home and with earlier ones. Fewer say too little about shares."""
 MEMORY = 4
-"""Windows of earlier batches that the latest are compared with, so that a class may last for longer than a window."""
+"""Number of windows of earlier batches to compare with, since one class may last longer than a window."""
 
 
 @dataclass(frozen=True)
 class Glimpse:
-    """Answers of the untouched model to one batch: class shares `[classes]`, mean confidence, features out of range."""
+    """Predictions of the untouched model for a batch: class shares `[classes]`, confidence, features out of range."""
 
     shares: Tensor
     confidence: float
@@ -42,13 +42,13 @@ class Glimpse:
 
     @staticmethod
     def of(logits: Tensor, outside: float, inputs: int) -> Glimpse:
-        """Look at logits `[M, units]` of a batch; where each input has many positions, all of them count."""
+        """Summarise logits `[M, units]` of a batch; all positions of an input count."""
         own = as_class_logits(logits)
         return Glimpse(class_shares(own.argmax(1), own.shape[1]), float(confidence(own).mean()), outside, inputs)
 
     @staticmethod
     def join(parts: Sequence[Glimpse]) -> Glimpse:
-        """Return the answers to several batches together."""
+        """Combine the summaries of several batches."""
         inputs = sum(part.inputs for part in parts)
         weights = [part.inputs / inputs for part in parts]
         shares = torch.stack([weight * part.shares for weight, part in zip(weights, parts, strict=True)]).sum(0)
@@ -61,11 +61,11 @@ class Glimpse:
 
 @dataclass(frozen=True)
 class Doubt:
-    """A reason not to learn from a batch, in words.
+    """A reason not to use a batch for an update.
 
     Attributes:
-        reason: The reason.
-        learnt_from_few: Whether the batches before had fewer classes, so that what was learnt from them is no good.
+        reason: The reason, as a sentence.
+        learnt_from_few: Whether earlier batches had fewer classes, so that the updates so far must be undone.
     """
 
     reason: str
@@ -73,11 +73,11 @@ class Doubt:
 
 
 class ClassWatch:
-    """A memory of the latest batches of a stream, which judges whether a batch has the classes to learn from.
+    """A memory of the latest batches of a stream, which decides whether a batch may be used for an update.
 
     Args:
-        profile: The source's profile. Without answers at home, batches are compared with each other alone.
-        window: Batches of a window.
+        profile: The source's profile. If it has no predictions of home, batches are compared with each other only.
+        window: Number of batches in a window.
     """
 
     def __init__(self, profile: Profile, window: int) -> None:
@@ -86,7 +86,7 @@ class ClassWatch:
         self._window, self._remembers_all = window, True
 
     def add(self, batch: Glimpse) -> None:
-        """Remember a batch."""
+        """Add a batch to the memory."""
         self._seen.append(batch)
         recent = _count_recent(len(batch.shares))
         while len(self._seen) > MEMORY * self._window and self._samples - self._seen[0].inputs > MEMORY * recent:
@@ -98,7 +98,7 @@ class ClassWatch:
         return sum(one.inputs for one in self._seen)
 
     def judge(self, batch: Glimpse) -> Doubt | None:
-        """Return why a batch that comes next should not be learnt from; None if it may be."""
+        """Return the reason why the next batch should not be used for an update; None if it may be used."""
         latest, earlier = self._split(batch)
         recent = Glimpse.join(latest)
         window = Glimpse.join([*list(self._seen)[1 - self._window :], batch]) if self._window > 1 else recent
@@ -109,18 +109,18 @@ class ClassWatch:
         before = Glimpse.join(earlier)
         if not _differ(recent, before):
             return None
-        # A stream that ran longer than the memory had its reasons for the classes that it had.
+        # A stream that has run longer than the memory is not reset for classes it may always have had.
         return Doubt(SORTED, self._remembers_all and _has_fewer_classes(before, recent))
 
     def _split(self, batch: Glimpse) -> tuple[list[Glimpse], list[Glimpse]]:
-        """Return the batch with as many before it as it takes to tell class shares, and those still earlier."""
+        """Return the batch with as many earlier ones as class shares need, and the batches before those."""
         latest, earlier = [batch], list(self._seen)
         while earlier and sum(one.inputs for one in latest) < _count_recent(len(batch.shares)):
             latest.append(earlier.pop())
         return latest, earlier
 
     def _has_other_shares(self, recent: Glimpse) -> bool:
-        """Return whether the untouched model is as certain as at home but answers other classes."""
+        """Return whether the untouched model is as confident as at home but predicts other classes."""
         home = self._home
         if home is None or len(home.shares) != len(recent.shares):
             return False
@@ -134,13 +134,13 @@ def _count_recent(classes: int) -> int:
 
 
 def _differ(one: Glimpse, other: Glimpse) -> bool:
-    """Return whether the class shares of two stretches of a stream differ."""
+    """Return whether the class shares of two parts of a stream differ."""
     together = Glimpse.join([one, other]).shares
     return _measure_distance(one, other, together) > 0
 
 
 def _has_fewer_classes(before: Glimpse, recent: Glimpse) -> bool:
-    """Return whether earlier batches had fewer classes than both stretches together: the entropy of shares tells."""
+    """Return whether earlier batches had fewer classes than both parts together, by the entropy of the shares."""
     alone, together = (
         float(-torch.special.xlogy(shares, shares).sum())
         for shares in (before.shares, (before.shares + recent.shares) / 2)
@@ -149,15 +149,15 @@ def _has_fewer_classes(before: Glimpse, recent: Glimpse) -> bool:
 
 
 def _measure_distance(one: Glimpse, other: Glimpse, common: Tensor) -> float:
-    """Return the total variation between class shares without that of chance; 0 if it may be chance, or is small.
+    """Return the total variation between class shares beyond sampling noise; 0 if it is small or may be noise.
 
     Args:
-        one: Answers to some samples.
-        other: Answers to others.
-        common: Class shares that both would have by chance.
+        one: Predictions on some samples.
+        other: Predictions on other samples.
+        common: Class shares of both parts if they do not differ.
     """
     mean, deviation = skew_by_chance(common, one.inputs, other.inputs)
-    # Shares add up to one: those of two classes always deviate by the same.
+    # Shares add up to one, so those of two classes always deviate by the same amount.
     deviation *= math.sqrt(len(common) / (len(common) - 1))
     apart = float((one.shares - other.shares).abs().sum() / 2) - mean
     return apart if apart > max(MIN_SKEW, DEVIATIONS * deviation) else 0.0

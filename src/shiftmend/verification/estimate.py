@@ -1,11 +1,11 @@
-"""The score at a site without labels, with an interval, from signals and a rehearsal.
+"""Estimated scores at a site without labels, with intervals, from signals and a rehearsal.
 
-Which signal goes with the score differs between models and candidates. So signals are ranked by how well they would
-have predicted each rehearsed shift from the others, and the median of the best few is the estimate. How far such
-estimates were off, with the whole family of a shift left out of ranking and fitting, gives the interval (conformal
-prediction; the families are the units that are exchanged).
+Which signal predicts the score differs between models and candidates. So signals are ranked by how well they predict
+each rehearsed shift from the others, and the median of the best few is the estimate. The interval comes from the errors
+of such estimates when the whole family of a shift is left out of ranking and fitting (conformal prediction, with
+families as the exchangeable units).
 
-An estimate does not hold where the site looks like nothing that was rehearsed. It then says why and has no value.
+An estimate is invalid if the site looks unlike everything that was rehearsed. It then has reasons instead of a value.
 """
 
 from __future__ import annotations
@@ -25,69 +25,71 @@ from shiftmend.verification.class_shares import Shares, expect_accuracy
 from shiftmend.verification.maps import FITS, Floats, Map
 
 LEVEL = 0.9
-"""Share of intervals that should hold the truth."""
+"""Nominal coverage of intervals."""
 MIN_FAMILIES = 9
-"""Families below which no interval of that level can be had: the largest of eight errors covers eight ninths."""
+"""Smallest number of families for an interval of that level: the largest of eight errors covers only eight ninths."""
 MAP_COUNTS = (3, 6)
-"""Numbers of maps whose median may be the estimate. The rehearsal chooses: three where few signals serve, as for the
-untouched model its agreement with mended ones; six where one map may mislead."""
+"""Numbers of maps whose median may be the estimate. The rehearsal chooses between them: three if few signals are
+useful, such as the untouched model's agreement with adapted ones; six if a single map may mislead."""
 MIN_CELLS = 5
-"""Rehearsed shifts below which nothing is fitted."""
+"""Smallest number of rehearsed shifts to fit a map."""
 NORMAL_QUANTILE = 1.6449
 """Quantile of the normal distribution for a two-sided interval of 90 %."""
 
 MIN_ERROR = 0.004
 """Smallest expected error of an accuracy, before the conformal factor."""
 MIN_RELATIVE_ERROR = 0.02
-"""The same for an error of a regression, as a share of the error at home."""
+"""Smallest expected error of a regression error, as a fraction of the error at home."""
 EXPONENTS = (0.0, 1.0, 1.5)
-"""Ways in which errors may grow with the difficulty of an estimate. Estimates of mended models are off by less than a
-point near home and by fifty in ruins; those of the untouched model, by its agreement with mended ones, are about as
-good everywhere. The rehearsal chooses."""
+"""Exponents with which errors may grow with the difficulty of an estimate. Estimates for adapted models are off by less
+than a point near home and by up to fifty far from it; those for the untouched model, from its agreement with adapted
+ones, are about equally good everywhere. The rehearsal chooses the exponent."""
 MAX_HALF_WIDTH = 0.1
-"""Half of the widest interval of an accuracy that is worth telling."""
+"""Largest useful half-width of an interval of an accuracy."""
 MAX_RELATIVE_HALF_WIDTH = 0.3
-"""The same for an error of a regression, as a share of the estimate."""
+"""Largest useful half-width for a regression error, as a fraction of the estimate."""
 NEAR = 0.01
-"""Distance from home, in accuracy, below which errors count alike when signals are ranked. Beyond, an error counts
-relative to the distance: an estimate of 50 % may be off by more than one of 90 %."""
+"""Distance from the score at home, in accuracy, below which all errors weigh the same when signals are ranked. Farther
+away, errors weigh relative to the distance: an estimate of 50 % may be off by more than one of 90 %."""
 
 RANGE_MARGIN = 0.1
 """Share of the rehearsed range of a signal by which a site may exceed it, unless chance among few samples is more."""
 DIVERGING = ("slices", "marginals", "skew", "outside")
 """Signals that tell how far the target is from home: less than was rehearsed is no reason for doubt."""
 MAX_SPREAD_RATIO = 1.5
-"""Disagreement between the maps, as a multiple of the largest one at home, above which an estimate does not hold."""
+"""Disagreement between maps, relative to the largest at home, above which an estimate is invalid."""
 MIN_SIZE_RATIO = 0.5
-"""Samples at the site, as a share of the smallest rehearsed size, below which an estimate does not hold."""
+"""Number of samples at the site, relative to the smallest rehearsed size, below which an estimate is invalid."""
 MAX_SIZE_RATIO = 16.0
-"""Samples at the site, as a multiple of the largest rehearsed size, above which an estimate does not hold."""
+"""Number of samples at the site, relative to the largest rehearsed size, above which an estimate is invalid."""
 MAX_OUTSIDE = 0.02
 """Share of the features beyond the range of home, beyond chance, that other class shares can explain. Of five boards of
 gas sensors, which make a model wrong and certain, each had 0.08 or more; single classes at home had less than 0.01."""
 UNREHEARSED_DISTANCE = 0.07
 """Total variation between class shares from which on an estimate needs errors that were measured for other shares."""
 HOME_DEVIATIONS = 3.0
-"""Deviations within which the signals of data count as those of home."""
+"""Number of standard deviations within which signals count as those of home."""
 AS_CERTAIN = 0.02
-"""Mean confidence below that of home, beyond chance, up to which a model counts as certain as at home. Other class
-shares cost at most 0.014 on EMNIST and digits, devices that cost more than five points of accuracy at least 0.03."""
+"""Drop of the mean confidence, beyond sampling noise, up to which a model counts as confident as at home. Other class
+shares cost at most 0.014 on EMNIST and digits; devices that cost more than five points of accuracy, at least 0.03."""
 
 OTHER_WEIGHTS = "the weights of the model are not those that the profile was made with"
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A score without labels, with a 90 % interval.
+    """An estimated score with a 90 % interval, made without labels.
 
     Attributes:
-        value: The estimate, or None if it does not hold.
+        value: The estimate; None if it is invalid.
         low: Lower end of the interval; None without a value or with fewer than nine rehearsed families.
         high: Upper end of the interval.
-        metric: `"accuracy"`, `"agreement"` (with the model's own clean answers), `"rmse"` or `"deviation"`.
-        reasons: Why the estimate does not hold, in words.
-        withheld: Value, low and high of an estimate that does not hold, for research. Do not show them to a user.
-        labelled: Score of the few labelled samples alone as value, low, high and their number, if there were some.
+        metric: `"accuracy"`, `"agreement"` (with the model's own predictions on clean inputs), `"rmse"` or
+            `"deviation"`.
+        reasons: Reasons why the estimate is invalid, one sentence each; empty if it is valid.
+        withheld: Value, low and high of an invalid estimate, for research only. Do not show them to a user.
+        labelled: Score of the few labelled samples alone, as value, low, high and their number; None without such
+            samples.
 
     Example:
         >>> from shiftmend import Estimate
@@ -107,16 +109,16 @@ class Estimate:
 
     @property
     def reliable(self) -> bool:
-        """True if the estimate holds."""
+        """True if the estimate is valid."""
         return self.value is not None
 
     @property
     def task(self) -> Task:
-        """Kind of the score."""
+        """Task of the model that the score belongs to."""
         return "classes" if self.metric in ("accuracy", "agreement") else "quantities"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the estimate for a manifest. A withheld value is left out, so that nobody misreads it."""
+        """Return the estimate as JSON for a manifest. A withheld value is left out, so that nobody misreads it."""
         facts: dict[str, Any] = {name: getattr(self, name) for name in ("value", "low", "high", "metric", "reliable")}
         facts["reasons"] = list(self.reasons)
         if self.labelled is not None:
@@ -135,15 +137,15 @@ class Estimate:
     def with_labels(self, correct: int, samples: int) -> Estimate:
         """Combine the estimate with a few labelled samples of the site.
 
-        The estimate counts as a beta distribution of its mean and width, to which the labelled samples are added. An
-        estimate that does not hold gives way to the labelled samples alone.
+        The estimate is treated as a beta distribution with the same mean and width, which the labelled samples update.
+        An invalid estimate is replaced by the score of the labelled samples alone.
 
         Args:
-            correct: Labelled samples that the model answers correctly.
-            samples: Labelled samples, at least one.
+            correct: Number of labelled samples that the model predicts correctly.
+            samples: Number of labelled samples, at least one.
 
         Returns:
-            The combined estimate; `labelled` has the samples alone.
+            The combined estimate; its `labelled` holds the score of the labelled samples alone.
 
         Example:
             >>> from shiftmend import Estimate
@@ -152,7 +154,7 @@ class Estimate:
             accuracy about 85.4 % (79.0 to 91.0)
         """
         alone = _beta_interval(1 + correct, 1 + samples - correct)
-        # Where all or none are correct, their share lies just outside of the interval.
+        # If all or none are correct, their share lies just outside of the interval.
         few = (min(max(correct / samples, alone[0]), alone[1]), *alone, samples)
         if self.value is None or self.low is None or self.high is None:
             return replace(self, value=few[0], low=few[1], high=few[2], reasons=(), labelled=few)
@@ -166,12 +168,13 @@ class Estimate:
     def bound(self, agreement: float | None, reason: str) -> Estimate:
         """Estimate the score of another model from its agreement with this one on the same samples.
 
-        Both scores differ by no more than the share of answers that differ, so the interval is wider by that share.
+        Both scores differ by at most the share of samples on which the predictions differ, so the interval grows by
+        that share.
 
         Args:
-            agreement: Share of equal answers; None if it is not known.
-            reason: Why the other model has no estimate of its own. The result holds it if the interval gets too wide,
-                or the agreement is not known.
+            agreement: Share of equal predictions; None if unknown.
+            reason: Reason why the other model has no estimate of its own. It becomes a reason of the result if the
+                interval gets too wide, or if the agreement is unknown.
 
         Example:
             >>> from shiftmend import Estimate
@@ -190,7 +193,7 @@ class Estimate:
 
 
 def _beta_interval(first: float, second: float) -> tuple[float, float]:
-    """Return the central 90 % of a beta distribution, by its density on a fine grid."""
+    """Return the central 90 % interval of a beta distribution, from its density on a fine grid."""
     grid = (np.arange(20_000) + 0.5) / 20_000
     logarithm = (first - 1) * np.log(grid) + (second - 1) * np.log1p(-grid)
     below = np.cumsum(np.exp(logarithm - logarithm.max()))
@@ -203,13 +206,14 @@ def _beta_interval(first: float, second: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The score that the maps predict for one candidate.
+    """The score that the maps predict for a candidate.
 
     Attributes:
-        value: Median of the best maps.
-        difficulty: Distance of the value from home plus the spread, where 1 is the distance to a useless model.
-        spread: Range of what the maps say, without the two outermost.
-        used: Names of the signals behind the value.
+        value: Median of the predictions of the best maps.
+        difficulty: Distance of the value from the score at home plus the spread, where 1 is the distance to a useless
+            model.
+        spread: Range of the predictions of the maps, without the two outermost.
+        used: Names of the signals that the value comes from.
     """
 
     value: float
@@ -222,7 +226,7 @@ class Prediction:
 class Cells:
     """Cells of one candidate at one size: signals `[F, G]` with their names, scores `[F]` and families of the shifts.
 
-    `home` is the score at home, and `unit` the distance from there to a useless model.
+    `home` is the score at home, and `unit` the distance from that score to the score of a useless model.
     """
 
     names: tuple[str, ...]
@@ -236,7 +240,7 @@ class Cells:
 
     @staticmethod
     def of(record: Rehearsal, candidate: str, size: int) -> Cells:
-        """Take the cells of a candidate out of a record: shifts that it got through, signals that all of these have."""
+        """Select the cells of a candidate: its finished shifts, and the signals that all of them have."""
         place = record.index(candidate)
         values, scores = (one[:, size, place].double().numpy() for one in (record.values, record.scores))
         rows = np.flatnonzero(np.isfinite(scores))
@@ -257,18 +261,18 @@ class Cells:
         )
 
     def take(self, rows: NDArray[np.intp]) -> Cells:
-        """Return some of the cells."""
+        """Return the cells of some rows."""
         families, places = (tuple(one[row] for row in rows) for one in (self.families, self.places))
         return replace(self, signals=self.signals[rows], scores=self.scores[rows], families=families, places=places)
 
     def restrict(self, names: Mapping[str, Any]) -> Cells:
-        """Return the cells with those signals alone that a site could measure."""
+        """Return the cells with only those signals that a site could measure."""
         kept = [place for place, name in enumerate(self.names) if name in names]
         return replace(self, names=tuple(self.names[place] for place in kept), signals=self.signals[:, kept])
 
     @property
     def fit_for_use(self) -> bool:
-        """True if there are enough cells and a signal."""
+        """True if there are enough cells and at least one signal."""
         return bool(self.names) and len(self.scores) >= MIN_CELLS
 
     def rate(self, value: float, spread: float) -> float:
@@ -278,17 +282,17 @@ class Cells:
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """Maps of one candidate at one size, ranked by how well they predict one rehearsed shift from the others."""
+    """Maps of one candidate at one sample size, ranked by leave-one-out error."""
 
     cells: Cells
     ranked: tuple[tuple[int, Map], ...]
-    """Signal and map, the best first; each signal once."""
+    """Index of the signal and its map, the best first; each signal once."""
     largest_spread: Mapping[int, float]
-    """Largest spread of predictions of one cell, each made without that cell, by the number of maps."""
+    """Largest spread of the leave-one-out predictions of a cell, by the number of maps."""
 
     @staticmethod
     def fit(cells: Cells) -> Fitted:
-        """Rank all signals and ways to fit by their error, relative to the distance of the truth from home."""
+        """Rank all signals and kinds of maps by their error, relative to the distance of the truth from home."""
         weight = 1 / (NEAR * cells.unit + np.abs(cells.home - cells.scores))
         found: list[tuple[float, int, str, Floats]] = []
         for place in range(len(cells.names)):
@@ -302,7 +306,7 @@ class Fitted:
         return Fitted(cells, maps, {count: float(_spread(guesses[:count]).max()) for count in MAP_COUNTS})
 
     def predict(self, signals: Floats, count: int) -> Prediction:
-        """Predict the score of a model from its signals `[G]`, by so many of the best maps."""
+        """Predict the score from signals `[G]`, by the best `count` maps."""
         guesses = np.array([fitted(signals[place]) for place, fitted in self.ranked[:count]])
         value, spread = float(np.median(guesses)), float(_spread(guesses))
         used = tuple(self.cells.names[place] for place, _ in self.ranked[:count])
@@ -310,13 +314,13 @@ class Fitted:
 
 
 def _spread(guesses: Floats) -> Floats:
-    """Return the range of what maps say, `[maps, ...]`; of five or more, without the two outermost."""
+    """Return the range of predictions `[maps, ...]`; of five or more maps, without the two outermost."""
     ordered = np.sort(guesses, axis=0)
     return np.asarray(ordered[-2] - ordered[1] if len(ordered) >= 5 else ordered[-1] - ordered[0])
 
 
 def _leave_one_out(signals: Floats, scores: Floats, kind: str) -> Floats:
-    """Predict each cell `[F]` by a map that was fitted without it."""
+    """Predict each cell `[F]` by a map that was fitted without that cell."""
     everything = np.arange(len(scores))
     guesses = [FITS[kind](signals[everything != one], scores[everything != one])(signals[one]) for one in everything]
     return np.array(guesses)
@@ -354,15 +358,15 @@ class CrossFit:
 
 @dataclass(frozen=True)
 class Width:
-    """Half of the interval of an estimate, by its difficulty: a conformal factor times an expected error.
+    """Half-width of an interval by the difficulty of the estimate: a conformal factor times an expected error.
 
     Attributes:
         count: Number of maps whose median is the estimate.
-        factor: Quantile of the errors at home, in units of what was expected.
-        exponent: Growth of the expected error with the difficulty.
+        factor: Quantile of the errors at home, relative to the expected errors.
+        exponent: Exponent by which the expected error grows with the difficulty.
         least: Smallest expected error.
-        unit: Distance from home to a useless model.
-        is_claimed: Whether there were families enough for an interval of 90 %.
+        unit: Distance from the score at home to that of a useless model.
+        is_claimed: Whether there were enough families for an interval of 90 %.
     """
 
     count: int
@@ -384,14 +388,14 @@ def fit_width(
     least: float,
     unit: float,
 ) -> Width | None:
-    """Learn from errors at home how many maps to use, and how wide intervals are.
+    """Fit the number of maps and the width of intervals to the errors of rehearsed estimates.
 
-    Each family counts once, by its worst shift. Of the numbers of maps and the ways to grow with the difficulty, those
-    are taken whose median interval is the narrowest.
+    Each family counts once, by its worst shift. Of all numbers of maps and exponents, the pair with the narrowest
+    median interval is taken.
 
     Args:
         guesses: Estimates and their difficulties, `[F]` each, by the number of maps. Each estimate was made without the
-            family of its shift, and is NaN where nothing could be estimated.
+            family of its shift; NaN if nothing could be estimated.
         scores: True scores `[F]`.
         families: Families of the shifts.
         least: Smallest expected error.
@@ -422,8 +426,8 @@ def fit_width(
 def cross_fit(record: Rehearsal, estimator: Estimator | None = None) -> Rehearsal:
     """Fill in what would have been estimated for each rehearsed shift without its whole family.
 
-    Ranking, fitting and the choice among candidates are repeated without the family, so the errors are those of shifts
-    that nobody rehearsed.
+    Ranking, fitting and the choice among candidates are repeated without the family, so the errors are those on unseen
+    shifts.
 
     Args:
         record: A rehearsal with scores and signals.
@@ -517,11 +521,11 @@ def find_habits(record: Rehearsal, size: int, without: str | None = None) -> dic
 
 
 GAIN_IN_WIDTHS = 0.1
-"""Gain, in half-widths of both intervals, below which the untouched model is kept."""
+"""Gain, relative to the half-widths of both intervals, below which the untouched model is kept."""
 GAIN_IN_WIDE_WIDTHS = 0.3
 """The same for a candidate whose interval is too wide to be told, where nothing usual is known."""
 OVERWHELMING = 0.2
-"""Gain in accuracy, over what the untouched model could have at best, from which on doubts do not count."""
+"""Gain in accuracy over the upper bound of the untouched model above which doubts are ignored."""
 
 
 def choose(
@@ -531,13 +535,13 @@ def choose(
     widest: float = MAX_HALF_WIDTH,
     habits: Mapping[str, Habit] | None = None,
 ) -> str:
-    """Choose the candidate with the best estimate; the untouched model wins unless another is clearly better.
+    """Choose the candidate with the best estimate; keep the untouched model unless another is clearly better.
 
     Wide intervals leave open which candidate is the best, and by how much. What was usual in the rehearsal then counts
     the more, the wider the intervals are.
 
     Args:
-        told: Estimate and half of its interval, by candidate. Those that do not hold are left out by the caller.
+        told: Estimate and half-width by candidate. The caller leaves out invalid estimates.
         higher_is_better: False for errors.
         least: Gain that is too small to count in any case.
         widest: Half of the widest interval that is worth telling. Beyond it, more gain is asked for.
@@ -586,9 +590,9 @@ def _combine(first: tuple[float, float], second: tuple[float, float], least: flo
 
 
 class Estimator:
-    """Estimates for one rehearsed model: maps of each candidate, fitted once.
+    """Estimates for one rehearsed model, with maps that are fitted once per candidate.
 
-    Between two rehearsed sizes, what their maps say is interpolated in the logarithm of the number of samples.
+    Between two rehearsed sizes, predictions are interpolated in the logarithm of the number of samples.
 
     Args:
         record: The rehearsal in the profile.
@@ -616,7 +620,7 @@ class Estimator:
         return self._crossed[key]
 
     def predict(self, candidate: str, signals: Mapping[str, float], samples: int) -> Prediction | None:
-        """Predict the score of a candidate; None if too little was rehearsed, or no signal could be measured."""
+        """Predict the score of a candidate; None if too little was rehearsed, or no known signal was measured."""
         finite = {name: value for name, value in signals.items() if math.isfinite(value)}
         parts = []
         for size, weight in self._weigh_sizes(samples):
@@ -630,7 +634,7 @@ class Estimator:
         return Prediction(value, difficulty, spread, parts[-1][1].used)
 
     def _weigh_sizes(self, samples: int) -> list[tuple[int, float]]:
-        """Return the rehearsed sizes nearest to a number of samples, by place, with their weights."""
+        """Return the indices of the rehearsed sizes nearest to a number of samples, with their weights."""
         logarithms = np.log(self.record.sizes)
         place = float(np.interp(math.log(max(1, samples)), logarithms, np.arange(len(logarithms))))
         lower, share = int(place), place - int(place)
@@ -651,7 +655,7 @@ class Estimator:
         return self._fits[key]
 
     def find_obstacles(self, candidate: str, signals: Mapping[str, float], samples: int) -> list[str]:
-        """List why nothing can be said of a candidate, in words."""
+        """List the reasons why nothing can be estimated for a candidate."""
         if not all(math.isfinite(value) for value in signals.values()):
             return ["the model gives values that are NaN or infinite"]
         obstacles = self._check_size(samples)
@@ -660,7 +664,7 @@ class Estimator:
         return obstacles
 
     def find_doubts(self, candidate: str, signals: Mapping[str, float], samples: int) -> list[str]:
-        """List how a candidate's signals differ from all that was rehearsed, in words."""
+        """List how a candidate's signals differ from everything that was rehearsed."""
         doubts = []
         known = self._list_fits(candidate, signals, samples)
         used = [fit.cells.names[place] for fit in known for place, _ in fit.ranked[: min(MAP_COUNTS)]]
@@ -710,8 +714,8 @@ class Estimator:
     ) -> str:
         """Choose among candidates by their signals.
 
-        Candidates whose signals are unlike all that was rehearsed take part only if the untouched model is ruined by
-        every measure: by its estimate, and by its own confidence.
+        Candidates whose signals are unlike everything that was rehearsed take part only if the untouched model has
+        failed both by its estimate and by its own confidence.
 
         Args:
             readings: Signals by candidate, the untouched model among them.
@@ -750,17 +754,17 @@ class Estimator:
     def find_width(
         self, candidate: str, signals: Mapping[str, Any], samples: int, difficulty: float, *, chosen: bool = False
     ) -> tuple[float, bool]:
-        """Return half of the interval of an estimate, and whether it is one of 90 %.
+        """Return the half-width of an estimate's interval, and whether the interval has the level of 90 %.
 
         Args:
             candidate: Name of the candidate.
             signals: Signals that the site could measure.
-            samples: Samples at the site.
+            samples: Number of samples at the site.
             difficulty: Difficulty of the estimate.
-            chosen: Whether `auto` chose the candidate. The wider interval of both then counts.
+            chosen: Whether `auto` chose the candidate. If so, the wider of two intervals is used.
 
         Returns:
-            The half-width without chance, and False with fewer than nine families.
+            The half-width without sampling noise, and whether there are the nine families that a level of 90 % needs.
         """
         total, is_claimed = 0.0, True
         for size, weight in self._weigh_sizes(samples):
@@ -860,7 +864,7 @@ class Estimator:
         return math.sqrt(max(0.0, (told.value - score) ** 2 - half**2)) / distance
 
     def _widest(self, value: float) -> float:
-        """Return half of the widest interval that is worth telling."""
+        """Return the largest useful half-width for an estimate."""
         return MAX_HALF_WIDTH if self.record.task == "classes" else MAX_RELATIVE_HALF_WIDTH * abs(value)
 
     def _describe_width(self, low: float, high: float) -> str:
@@ -869,19 +873,20 @@ class Estimator:
         return f"the signals leave too much open ({self.record.metric} between {ends[0]} and {ends[1]})"
 
     def _sampling_error(self, value: float, samples: int) -> float:
-        """Return the standard error that chance gives a score on the samples of the site and of home."""
+        """Return the standard error of a score, from the numbers of samples at the site and at home."""
         both = 1 / samples + 1 / self.record.samples
         if self.record.task == "classes":
             share = min(max(value, 0.0), 1.0)
             return math.sqrt(max(share * (1 - share), 1e-6) * both)
-        # The variance of a mean square is that of the squares, which a few large errors make large; a root halves it.
+        # The variance of a mean square depends on a few large squared errors; taking the root halves the relative
+        # error.
         return abs(value) * math.sqrt(both * (self.record.error_kurtosis - 1) / 4)
 
     def estimate_at_home(self, samples: int) -> Estimate:
-        """Return the estimate for data that are as at home: the score there.
+        """Return the score at home as the estimate for data that look like home data.
 
-        The interval holds what chance does to the samples, and as much as a shift could cost that goes unnoticed among
-        so few of them, judged by the confidence.
+        The interval covers sampling noise, and the largest loss of a shift that the confidence would not reveal with
+        this number of samples.
         """
         record, score = self.record, self.record.score
         unnoticed = HOME_DEVIATIONS * self._describe_home("confidence", samples)[1]
@@ -897,10 +902,10 @@ class Estimator:
         return Estimate(score, low, high, record.metric)
 
     def estimate_with_shares(self, shares: Shares) -> Estimate:
-        """Return the estimate of the untouched model where the device is that of home and classes have other shares.
+        """Estimate the score of the untouched model if only class shares changed.
 
-        Each class is answered as well as at home. The interval holds what chance does to the samples, what is not known
-        of the shares, and as much as a change of the device could cost that goes unnoticed.
+        Each class is predicted as well as at home. The interval covers sampling noise, the uncertainty of the shares,
+        and the largest loss of a device change that would go unnoticed.
         """
         record = self.record
         values = torch.tensor(shares.values, dtype=torch.float64)
@@ -909,7 +914,8 @@ class Estimator:
         ends = zip(shares.low, shares.high, recalls, strict=True)
         unknown = math.hypot(*((high - low) / 2 * (recall - score) for low, high, recall in ends))
         counts = record.confusion.double().sum(1)
-        # The accuracy of a class is known from its own samples at home, which may be few; one more of each outcome.
+        # The accuracy of a class comes from its samples at home, which may be few; one pseudo-count per outcome is
+        # added.
         known = (record.confusion.double().diagonal() + 1) / (counts + 2)
         at_home = float((values.square() * known * (1 - known) / counts.clamp_min(1)).sum())
         chance = NORMAL_QUANTILE * math.sqrt(at_home + max(score * (1 - score), 1e-6) / shares.samples)
@@ -923,12 +929,12 @@ class Estimator:
         return Estimate(score, low, high, record.metric)
 
     def is_at_home(self, signals: Mapping[str, float], samples: int) -> bool:
-        """Return whether the signals of the untouched model are those of unshifted home data of that size.
+        """Return whether the untouched model's signals look like those of unshifted home data of the same size.
 
-        Mean and deviation of each signal at home are interpolated between the rehearsed sizes, in 1 / n and in the
-        logarithm. Chance of the home samples themselves is added.
+        Means and standard deviations at home are interpolated between the rehearsed sizes, in 1 / n and in the
+        logarithm. Sampling noise of the home samples themselves is added.
         """
-        # Draws of home have its class shares more nearly than a site has, which transport feels most. Skew tells.
+        # Draws from home share its class shares, unlike a site. Transport reacts to that most, and skew covers it.
         compared = {name: value for name, value in signals.items() if name != "transported confidence"}
         deviations = {name: self._compare(name, value, samples) for name, value in compared.items()}
         known = {name: far for name, far in deviations.items() if far is not None}
@@ -937,16 +943,16 @@ class Estimator:
         return bool(known) and not any(strayed)
 
     def has_other_shares(self, signals: Mapping[str, float], samples: int, shares: Tensor | None = None) -> bool:
-        """Return whether the untouched model answers as certainly as at home, but other classes.
+        """Return whether the untouched model is as confident as at home but predicts other classes.
 
-        A new device makes a model uncertain, or moves features to where they never were at home. Other class shares do
-        neither. Aligning features would then push samples into wrong classes.
+        A new device lowers the confidence, or moves features out of their range at home. Other class shares do neither,
+        and aligning features would then push samples into wrong classes.
 
         Args:
             signals: Signals of the untouched model.
-            samples: Samples they were read from.
-            shares: Share of each class among its answers, `[classes]`. With them, it is taken into account that classes
-                which are harder at home are answered with less certainty.
+            samples: Number of samples that the signals come from.
+            shares: Share of each class among the predictions, `[classes]`. If given, the lower confidence in classes
+                that are harder at home is taken into account.
         """
         if "skew" not in signals or "confidence" not in signals:
             return False
@@ -955,7 +961,7 @@ class Estimator:
             return False
         mean, deviation = self._describe_home("outside", samples)
         if mean > MAX_OUTSIDE:
-            # Home data that have drifted away from the profile lie outside by themselves, and hide a new device.
+            # Home data that drifted away from the profile already lie outside, which hides a new device.
             return False
         if math.isfinite(mean) and not signals.get("outside", 0.0) <= mean + HOME_DEVIATIONS * deviation + MAX_OUTSIDE:
             return False
@@ -964,18 +970,18 @@ class Estimator:
         return skewed > HOME_DEVIATIONS and signals["confidence"] >= expected - AS_CERTAIN - 2 * deviation
 
     def _expect_change(self, shares: Tensor | None) -> float:
-        """Return the change in confidence that other class shares bring, by the accuracy of each class at home."""
+        """Return the change of confidence that other class shares cause, from the accuracy of each class at home."""
         if shares is None or len(shares) != len(self.record.confusion):
             return 0.0
         return expect_accuracy(shares, self.record) - self.record.score
 
     def _compare(self, name: str, value: float, samples: int) -> float | None:
-        """Return how many deviations a signal lies above its mean at home; None if home does not have the signal."""
+        """Return how many standard deviations a signal lies above its mean at home; None if home lacks the signal."""
         mean, deviation = self._describe_home(name, samples)
         return (value - mean) / (deviation + 1e-6) if math.isfinite(mean) and math.isfinite(deviation) else None
 
     def _describe_home(self, name: str, samples: int) -> tuple[float, float]:
-        """Return mean and deviation of a signal on unshifted home data of that size; NaN if there is none."""
+        """Return mean and standard deviation of a signal on unshifted home data of a size; NaN if there are none."""
         record = self.record
         if name not in record.signals:
             return math.nan, math.nan
@@ -1004,6 +1010,6 @@ def _check_range(rehearsed: Floats, name: str, value: float, chance: float) -> s
 
 
 def _scale_deviation(sizes: Floats, deviations: Floats, samples: int) -> float:
-    """Return the deviation at a sample size: as one over the root of n, from the nearest size."""
+    """Scale a standard deviation to a sample size by 1 / sqrt(n), from the nearest size."""
     nearest = int(np.argmin(np.abs(np.log(sizes / samples))))
     return float(deviations[nearest] * math.sqrt(sizes[nearest] / samples))

@@ -1,8 +1,8 @@
-"""Signs of harm: what the answers of a model tell, without labels, of an adaptation that should not have been.
+"""Signs of harm: label-free evidence that an adaptation made predictions worse.
 
-Aligning features does harm where class shares differ from home's, since samples are pushed into wrong classes. It also
-does harm where answers become uncertain or leave the classes of home. `auto` heeds these signs when it chooses. Named
-methods and streams log them.
+Aligning features does harm if class shares differ from home, because samples are pushed into wrong classes. It also
+does harm if predictions become less confident or leave the classes of home. `auto` uses these signs in its choice.
+Single methods and streams log them as warnings.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from shiftmend.verification.reading import Reading
 from shiftmend.verification.verdict import Verification
 
 CERTAIN_ENOUGH = 0.1
-"""Without a rehearsal: mean confidence below that of the profile up to which a model counts as certain as at home. A
-profile is often of training data, on which a model is more certain than on others."""
+"""Without a rehearsal: largest drop of the mean confidence below the profile's at which a model still counts as
+confident. A profile is often made from training data, on which a model is more confident than on others."""
 LESS_CERTAIN_BY_SKEW = 0.4
-"""Without a rehearsal: the same for each unit of skew. Few classes may be the hard ones, of which a model is less
-certain. One or two digits cost up to 0.35 a unit, devices that the digits' network minds 0.5 or more (two seeds)."""
+"""Without a rehearsal: additional drop that is tolerated per unit of skew, since the frequent classes may be the hard
+ones. One or two digits cost up to 0.35 a unit; devices that harm the digits' network cost 0.5 or more (two seeds)."""
 
 OTHER_SHARES = "answers are as certain as at home but fall into other classes, as where class shares differ"
 ADVICE = 'compare with the model as it came; try method="auto" with a rehearsed profile (shiftmend.rehearse)'
 
 
 def find_answers(profile: Profile) -> Answers | None:
-    """Return the answers at home; None for quantities, a single output, and profiles of before they were stored."""
+    """Return the predictions at home; None for regression, a single output, and profiles without them."""
     found = profile.statistics.get("answers")
     return found if isinstance(found, Answers) else None
 
 
 def measure_skew(answers: Tensor, samples: int, profile: Profile) -> tuple[float, float]:
-    """Return how far answers are from the class shares of home, and how far chance brings them.
+    """Return the distance of predictions from the class shares of home, and the distance that sampling noise explains.
 
     Args:
         answers: Predicted classes `[M]`.
-        samples: Inputs behind them.
-        profile: A profile that holds the answers at home.
+        samples: Number of inputs that were predicted.
+        profile: A profile with the predictions at home.
     """
     home = find_answers(profile)
     assert home is not None
@@ -53,24 +53,24 @@ def measure_skew(answers: Tensor, samples: int, profile: Profile) -> tuple[float
 
 
 def is_about_as_certain(confidence: float, outside: float, apart: float, home: Answers) -> bool:
-    """Return whether a model is about as certain as at home, and its features lie in the range of home.
+    """Return whether a model is about as confident as at home, with features in the range of home.
 
-    Without a rehearsal nobody knows how far confidence falls behind a new device. In doubt a model counts as certain.
+    Without a rehearsal, it is unknown how far confidence falls on a new device. In doubt, a model counts as confident.
 
     Args:
         confidence: Mean probability of the predicted class.
-        outside: Share of the slices beyond the range of home, less that at home.
-        apart: Skew of the answers, which excuses less certainty.
-        home: The answers at home.
+        outside: Share of the slice values beyond the range of home, minus that share at home.
+        apart: Skew of the predictions, which explains some loss of confidence.
+        home: The predictions at home.
     """
     tolerated = max(CERTAIN_ENOUGH, LESS_CERTAIN_BY_SKEW * apart)
     return outside <= MAX_OUTSIDE and confidence >= float(home.confidence) - tolerated
 
 
 def answers_other_classes(untouched: Reading, profile: Profile) -> bool:
-    """Return whether the untouched model is as certain as at home, but answers other classes.
+    """Return whether the untouched model is as confident as at home but predicts other classes.
 
-    With a rehearsal the estimator decides, which knows how certain the model is at home.
+    With a rehearsal, the estimator decides, because it knows the confidence at home.
     """
     if (record := profile.rehearsal) is not None:
         shares = class_shares(untouched.answers, len(record.shares)) if record.task == "classes" else None
@@ -84,12 +84,12 @@ def answers_other_classes(untouched: Reading, profile: Profile) -> bool:
 
 
 def find_worse_answers(before: Reading, after: Reading, profile: Profile) -> list[str]:
-    """List in words how answers became less like those of home: skewed where they were not, or less certain.
+    """Describe how predictions moved away from those of home: newly skewed, or less confident.
 
     Args:
         before: Reading of the untouched model.
         after: Reading of the adapted model on the same samples.
-        profile: The source's profile. Without answers at home, nothing is found.
+        profile: The source's profile. Without predictions at home, nothing is found.
     """
     if find_answers(profile) is None or "confidence" not in before.signals:
         return []
@@ -109,19 +109,19 @@ def find_harm(
     readings: tuple[Reading, Reading] | None = None,
     estimates: tuple[Estimate | None, Estimate | None] = (None, None),
 ) -> list[str]:
-    """List the signs that an adaptation did harm, in words; none if nothing speaks of harm, or no answer changed.
+    """List the signs that an adaptation did harm; empty if there are none, or if no prediction changed.
 
     Args:
         profile: The source's profile.
         verifications: Verification of the untouched and of the adapted model.
-        readings: Readings of both on the same samples, if there are some.
+        readings: Signals of both models on the same samples, if known.
         estimates: Estimated scores of both, if the profile was rehearsed.
     """
     found = []
     if readings is not None:
         if torch.equal(readings[0].answers, readings[1].answers):
             return []
-        # A method that leaves class shares free is not misled by them, and may rightly change the classes it answers.
+        # A method that estimates class shares is not misled by them, and may rightly predict other classes.
         if readings[1].shares is None:
             if answers_other_classes(readings[0], profile):
                 found.append(f"before, {OTHER_SHARES}, and aligning pushes samples into wrong classes then")
@@ -146,5 +146,5 @@ def _describe_fall(before: Estimate | None, after: Estimate | None) -> str | Non
 
 
 def describe_harm(found: Sequence[str]) -> str:
-    """Return one sentence about signs of harm, with what to do."""
+    """Combine signs of harm into one sentence with advice."""
     return f"this adaptation may have done harm: {'; '.join(found)}; {ADVICE}"

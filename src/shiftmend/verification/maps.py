@@ -1,7 +1,7 @@
 """Maps from one signal to a score, fitted to a dozen rehearsed shifts: monotone, or a robust line.
 
-Few cells and outliers rule out anything with more freedom: least squares over several signals was measured to be five
-to ten times worse (3.8 and 9.4 points where monotone maps had 0.3 and 1.7).
+A dozen cells with outliers allow no more freedom: least squares over several signals was five to ten times worse
+(errors of 3.8 and 9.4 points where monotone maps had 0.3 and 1.7).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Map(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Monotone:
-    """Isotonic regression, interpolated between the centres of its levels and constant beyond them.
+    """An isotonic regression, interpolated between the centres of its levels and constant outside.
 
     Attributes:
         knots: Signals of the levels, ascending.
@@ -39,10 +39,10 @@ class Monotone:
 
 
 def fit_monotone(signals: Floats, scores: Floats) -> Monotone:
-    """Fit isotonic regression, rising or falling as the ranks say.
+    """Fit isotonic regression, increasing or decreasing by the sign of the rank correlation.
 
     Args:
-        signals: One signal of each cell, `[N]`.
+        signals: Values of one signal in each cell, `[N]`.
         scores: Scores of the cells, `[N]`.
 
     Example:
@@ -53,7 +53,7 @@ def fit_monotone(signals: Floats, scores: Floats) -> Monotone:
         0.25
     """
     sign = 1.0 if np.dot(signals - signals.mean(), _ranks(scores)) >= 0 else -1.0
-    # Equal signals cannot be told apart, so they start as one block.
+    # Equal signals must get equal scores, so they start as one block.
     found, inverse, counts = np.unique(signals, return_inverse=True, return_counts=True)
     totals = np.bincount(inverse, sign * scores)
     # Pool adjacent violators: blocks of (sum of scores, sum of signals, cells).
@@ -70,7 +70,7 @@ def fit_monotone(signals: Floats, scores: Floats) -> Monotone:
 
 @dataclass(frozen=True)
 class Line:
-    """A line, kept within the range of the scores that it was fitted to."""
+    """A line, clipped to the range of the scores that it was fitted to."""
 
     slope: float
     intercept: float
@@ -82,10 +82,10 @@ class Line:
 
 
 def fit_line(signals: Floats, scores: Floats) -> Line:
-    """Fit the line of Theil and Sen: the median of the slopes of all pairs, which a few outliers do not move.
+    """Fit a Theil-Sen line: the median of the slopes of all pairs, which is robust to outliers.
 
     Args:
-        signals: One signal of each cell, `[N]`.
+        signals: Values of one signal in each cell, `[N]`.
         scores: Scores of the cells, `[N]`.
 
     Example:
@@ -102,11 +102,11 @@ def fit_line(signals: Floats, scores: Floats) -> Line:
 
 
 FITS: dict[str, Callable[[Floats, Floats], Map]] = {"monotone": fit_monotone, "line": fit_line}
-"""Ways to fit a map, by name."""
+"""Functions that fit a map, by name."""
 
 
 def _ranks(values: Floats) -> Floats:
-    """Return the ranks of values, ties by their mean."""
+    """Return the ranks of values; ties get their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     means: Floats = (ends - (counts - 1) / 2).astype(np.float64)

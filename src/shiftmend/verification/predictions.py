@@ -1,8 +1,8 @@
-"""What predictions tell of accuracy without labels: pure functions of logits `[N, classes]`.
+"""Label-free indicators of accuracy: pure functions of logits `[N, classes]`.
 
-All of them take logits that were divided by the temperature found at home. The references are Garg et al. 2022 (average
-thresholded confidence), Guillory et al. 2021 (difference of confidences), Lu et al. 2023 (confidence by optimal
-transport) and Deng et al. 2023 (nuclear norm).
+All functions take logits that were divided by the temperature fitted at home. The references are Garg et al. 2022
+(average thresholded confidence), Guillory et al. 2021 (difference of confidences), Lu et al. 2023 (confidence by
+optimal transport) and Deng et al. 2023 (nuclear norm).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 MAX_TRANSPORTED_VALUES = 1 << 19
-"""Probabilities that take part in the optimal transport: about 11,000 samples of 47 classes."""
+"""Largest number of probabilities in the optimal transport: about 11,000 samples of 47 classes."""
 
 TRANSPORT_SOFTNESS = 0.02
 """Entropic regularisation of the optimal transport. Costs lie between 0 and 1."""
 
 TRANSPORT_ROUNDS = 100
-"""Rounds of the optimal transport. With 50, small cases were off by up to 0.1."""
+"""Iterations of the optimal transport. With 50, small cases were off by up to 0.1."""
 
 
 def as_class_logits(outputs: Tensor) -> Tensor:
-    """Return logits `[M, classes]`: a single output is the logit of class 1 against class 0."""
+    """Return logits `[M, classes]`; a single output becomes the logits of two classes."""
     return torch.cat([torch.zeros_like(outputs), outputs], 1) if outputs.shape[1] == 1 else outputs
 
 
@@ -39,7 +39,7 @@ def negative_entropy(logits: Tensor) -> Tensor:
 
 
 def find_threshold(values: Tensor, accuracy: float) -> float:
-    """Return the threshold above which a share of the values lies that equals the accuracy.
+    """Return the threshold at which the share of values above it equals the accuracy.
 
     Args:
         values: Confidence or negative entropy of held-out home samples, `[N]`.
@@ -59,17 +59,17 @@ def find_threshold(values: Tensor, accuracy: float) -> float:
 
 
 def share_above(values: Tensor, threshold: float) -> float:
-    """Return the share of values at or above a threshold: an estimate of the accuracy."""
+    """Return the share of values at or above a threshold, which estimates the accuracy."""
     return float((values.double() >= threshold).double().mean())
 
 
 def nuclear_norm(logits: Tensor, shares: Tensor | None = None, home: Tensor | None = None) -> float:
-    """Return the nuclear norm of the predictions, from 0 to 1: high if they are certain and of many classes.
+    """Return the normalised nuclear norm of the probabilities, from 0 to 1: high if confident and diverse.
 
     Args:
         logits: Logits `[N, classes]`.
-        shares: Class shares `[classes]` at the target. If given, the norm is scaled to what it would be with those of
-            home: predictions of few classes have a low norm, however certain they are.
+        shares: Class shares `[classes]` at the target. If given, the norm is rescaled to the class shares of home,
+            because predictions of few classes have a low norm at any confidence.
         home: Class shares `[classes]` at home.
 
     Example:
@@ -85,15 +85,15 @@ def nuclear_norm(logits: Tensor, shares: Tensor | None = None, home: Tensor | No
     norm = float(squares.sqrt().sum() / math.sqrt(samples * min(samples, classes)))
     if shares is None or home is None:
         return norm
-    # Certain predictions of classes with shares w have a norm in proportion to the sum of the roots of w.
+    # Confident predictions of classes with shares w have a norm proportional to the sum of the square roots of w.
     return norm * float(home.double().sqrt().sum() / shares.double().sqrt().sum().clamp_min(1e-12))
 
 
 def transported_confidence(logits: Tensor, shares: Tensor) -> float:
-    """Return the mean probability of the assigned class, if samples are assigned to classes by their shares at home.
+    """Return the mean probability of the assigned classes, if samples are assigned by the class shares of home.
 
-    Predictions that crowd into few classes must be moved to others, whose probability is low. The assignment is soft
-    (Sinkhorn). Samples beyond `MAX_TRANSPORTED_VALUES` are left out evenly.
+    If predictions crowd into few classes, some samples are assigned to other classes with low probability. The
+    assignment is soft (Sinkhorn). Samples beyond `MAX_TRANSPORTED_VALUES` are left out at even spacing.
 
     Args:
         logits: Logits `[N, classes]`.
@@ -121,21 +121,22 @@ def transported_confidence(logits: Tensor, shares: Tensor) -> float:
 
 
 def class_shares(answers: Tensor, classes: int) -> Tensor:
-    """Return the share of each class among answers `[N]`, as `[classes]`."""
+    """Return the share of each class among predictions `[N]`, as `[classes]`."""
     return torch.bincount(answers.flatten().cpu(), minlength=classes).double() / max(1, answers.numel())
 
 
 def skew(shares: Tensor, home: Tensor, samples: int | None = None, home_samples: int | None = None) -> float:
-    """Return the total variation between two sets of class shares, without what chance adds to it.
+    """Return the total variation between two sets of class shares, minus its expected sampling noise.
 
     Args:
-        shares: Share of each class among the answers, `[classes]`.
+        shares: Share of each class among the predictions, `[classes]`.
         home: The same at home.
-        samples: Answers behind `shares`; None if they are no sample.
-        home_samples: Answers behind `home`.
+        samples: Number of predictions behind `shares`; None if they are exact.
+        home_samples: Number of predictions behind `home`.
 
     Returns:
-        About 0 if the shares differ by chance, 1 if they have no class in common. Below 0, they differ by less.
+        About 0 if the shares differ by sampling noise only, 1 if they have no class in common. Negative values mean
+        that they differ by less than expected.
 
     Example:
         >>> skew(torch.tensor([0.75, 0.25]), torch.tensor([0.5, 0.5]))
@@ -148,16 +149,16 @@ def skew(shares: Tensor, home: Tensor, samples: int | None = None, home_samples:
 
 
 def skew_by_chance(home: Tensor, samples: int | None, home_samples: int | None = None) -> tuple[float, float]:
-    """Return mean and deviation of the total variation between two samples of the same class shares.
+    """Return mean and standard deviation of the total variation between two samples with the same class shares.
 
     Args:
         home: Share of each class, `[classes]`.
-        samples: Size of one sample; None if it is no sample.
-        home_samples: Size of the other.
+        samples: Size of one sample; None if its shares are exact.
+        home_samples: Size of the other sample.
     """
     sampled = sum(1 / number for number in (samples, home_samples) if number)
     variances = home.cpu().double() * (1 - home.cpu().double()) * sampled
-    # The absolute value of a normal variable has a mean of sqrt(2 / pi) deviations, and a variance of 1 - 2 / pi.
+    # The absolute value of a standard normal variable has mean sqrt(2 / pi) and variance 1 - 2 / pi.
     mean = float((variances * 2 / math.pi).sqrt().sum() / 2)
     return mean, float((variances * (1 - 2 / math.pi)).sum().sqrt() / 2)
 
@@ -185,7 +186,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
         scaled = logits / math.exp(log_temperature)
         return float(torch.nn.functional.cross_entropy(scaled, labels))
 
-    # The loss is convex in 1 / T, so it has one valley in log T as well.
+    # The loss is convex in 1 / T, so it has a single minimum in log T as well.
     inner, outer = high - golden * (high - low), low + golden * (high - low)
     values = [loss(inner), loss(outer)]
     for _ in range(40):

@@ -1,7 +1,7 @@
-"""A reading: everything that one pass over the target tells of a model without labels.
+"""Readings: all label-free signals of a model, from one pass over the target.
 
-Signals of a history (`signals.py`) are read after each epoch and must be cheap. A reading is made once for a finished
-model, and is what estimates of the accuracy are made from.
+The signals of a history (`signals.py`) are measured after each epoch and must be cheap. A reading is made once for a
+finished model, and estimates of the accuracy are made from it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ READ_SIGNALS: dict[str, str] = {
     "spread": "deviation of the outputs, relative to home; quantities only",
     "offset": "distance of the mean output from home, in deviations at home; quantities only",
 }
-"""Signals of a reading by name. `agreement with CANDIDATE` joins them where several candidates are read."""
+"""Signals of a reading by name. If several candidates are read, `agreement with CANDIDATE` is added for each."""
 
 MAX_UNEXPLAINED = 0.4
 """Share of the divergence from home that may be left with free class shares, for these to explain the divergence. A
@@ -46,20 +46,20 @@ rehearsal lowers the limit where a simulated device came below it (`Rehearsal.fi
 the limit: what chance leaves falls with the samples of a site, and home cannot draw sites as large as itself."""
 
 MAX_KEPT_VALUES = 1 << 24
-"""Outputs kept of a pass; samples beyond are left out evenly."""
+"""Largest number of output values that are kept of a pass; further samples are left out at even spacing."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Signals, outputs and answers of a model, from one pass over the target.
+    """Signals, outputs and predictions of a model, from one pass over the target.
 
     Attributes:
-        signals: Signals by name, those of `READ_SIGNALS` that could be measured.
-        outputs: Logits `[M, classes]` or quantities `[M, outputs]` of the samples, as the model gives them.
-        answers: Predicted classes `[M]`, or the outputs themselves.
+        signals: Signals of `READ_SIGNALS` that could be measured, by name.
+        outputs: Logits `[M, classes]` or quantities `[M, outputs]` as the model returns them.
+        answers: Predicted classes `[M]`, or the outputs themselves for a regression.
         verification: Divergences of the features, and the verdict about them.
-        samples: Inputs of the pass.
-        shares: Class shares `[classes]` that the model was compared with home for; None are those of home.
+        samples: Number of inputs.
+        shares: Class shares `[classes]` that home was reweighted to for the comparison; None for those of home.
     """
 
     signals: dict[str, float]
@@ -70,7 +70,7 @@ class Reading:
     shares: Tensor | None = None
 
     def measure_distance(self, record: Rehearsal) -> float:
-        """Return the total variation between the shares that the model was compared for and those of home."""
+        """Return the total variation between the class shares used in the comparison and those of home."""
         return 0.0 if self.shares is None else float((self.shares - record.label_shares).abs().sum() / 2)
 
 
@@ -83,17 +83,17 @@ def read(
     *,
     free_shares: bool = False,
 ) -> Reading:
-    """Run a model over a feed once and return its signals.
+    """Run a model over a feed once, and measure its signals.
 
     Args:
         model: The model, on the device of the feed.
         feed: The target data.
         profile: The source's profile.
-        rehearsal: What is known of home. Without it, probabilities are taken as they are, and signals that compare
+        rehearsal: The rehearsal in the profile. Without it, probabilities are not calibrated, and signals that compare
             with home are left out.
-        temperature: Temperature that was folded into the model's head. Its logits are multiplied by it.
-        free_shares: Whether the model is compared with home as home would be with the class shares that the model finds
-            at the target, instead of its own.
+        temperature: Temperature that was folded into the model's head; its logits are multiplied by it.
+        free_shares: Whether home is reweighted to the class shares that the model predicts at the target, before it is
+            compared.
 
     Returns:
         The reading, with outputs as they were before the temperature was folded in.
@@ -116,13 +116,13 @@ def read(
 def summarise(
     tally: Tally, outputs: Tensor, rehearsal: Rehearsal | None = None, *, free_shares: bool = False
 ) -> Reading:
-    """Return the reading of samples that were counted.
+    """Compute a reading from counts and outputs.
 
     Args:
         tally: Counts of features, logits and slices.
         outputs: Outputs `[M, units]` of the samples.
-        rehearsal: What is known of home, as for `read`.
-        free_shares: As for `read`. The tally is then compared with home for the shares that were found.
+        rehearsal: The rehearsal, as for `read`.
+        free_shares: As for `read`: home is reweighted to the predicted class shares before the comparison.
     """
     shares, own_shares = None, None
     if free_shares and rehearsal is not None and rehearsal.by_class and bool(outputs.isfinite().all()):
@@ -143,7 +143,7 @@ def measure_unexplained(plain: Mapping[str, float], free: Mapping[str, float]) -
 
     Args:
         plain: Signals of a model, compared with home.
-        free: The same, compared with home for the class shares that the model finds (`free_shares`).
+        free: Signals of the same model, compared with home reweighted to the predicted class shares (`free_shares`).
 
     Example:
         >>> measure_unexplained({"slices": 0.5, "marginals": 0.4}, {"slices": 0.05, "marginals": 0.02})
@@ -164,19 +164,19 @@ def shares_explain(plain: Mapping[str, float], free: Mapping[str, float], record
 
 
 def measure_outside(tally: Tally) -> float:
-    """Return the share of the slices beyond the range of home, less that at home."""
+    """Return the share of slice values beyond the range of home, minus that share at home."""
     home = tally.profile.slices["verification"].histogram.counts
     return _find_outside(tally.slices.reduce_over_processes().counts) - _find_outside(home)
 
 
 def _find_outside(counts: Tensor) -> float:
-    """Return the share of counts `[slices, bins]` in the two outer bins, which hold what lies beyond home."""
+    """Return the share of counts `[slices, bins]` in the two outer bins, which lie beyond the range of home."""
     counts = counts.cpu().double()  # Some accelerators have no float64.
     return float((counts[:, 0] + counts[:, -1]).sum() / counts.sum())
 
 
 class _Kept:
-    """Accumulator of the outputs of all samples, or of every so many where they are too many."""
+    """Accumulator of outputs; keeps every k-th sample if there are too many."""
 
     def __init__(self, samples: int | None) -> None:
         self.samples, self.inputs, self.parts = samples, 0, list[Tensor]()
@@ -192,7 +192,7 @@ class _Kept:
 
     def result(self) -> Tensor:
         rows = torch.cat(self.parts)
-        # Some accelerators have no float64, which thresholds and eigenvalues need.
+        # Signals need float64, which some accelerators lack.
         return rows if rows.device.type in ("cpu", "cuda") else rows.cpu()
 
 
@@ -203,12 +203,12 @@ class _Measured:
 
 
 def measure_outputs(outputs: Tensor, rehearsal: Rehearsal | None, home_shares: Tensor | None = None) -> _Measured:
-    """Return the signals of outputs `[M, units]`, and the answers in them.
+    """Return the signals of outputs `[M, units]`, and the predictions.
 
     Args:
         outputs: Outputs of the model.
-        rehearsal: What is known of home. Its `shares` are those that answers are compared with.
-        home_shares: Shares of the answers at home, where `rehearsal` has been given other ones.
+        rehearsal: The rehearsal; predictions are compared with its `shares`.
+        home_shares: Shares of the predictions at home, if those of `rehearsal` have been replaced.
     """
     quantities = outputs.shape[1] == 1 if rehearsal is None else rehearsal.task == "quantities"
     if quantities:
@@ -248,15 +248,16 @@ def _measure_quantities(outputs: Tensor, rehearsal: Rehearsal | None) -> dict[st
 
 
 def agree(first: Reading, second: Reading, deviation: Tensor | None = None) -> float | None:
-    """Return how far two models agree on the same samples.
+    """Measure the agreement of two models on the same samples.
 
     Args:
         first: Reading of one model.
         second: Reading of the other.
-        deviation: For quantities, the deviation of each output at home.
+        deviation: For a regression, the standard deviation of each output at home.
 
     Returns:
-        The share of equal answers; for quantities the negative root mean square difference in deviations at home.
+        The share of equal predictions; for a regression, the negative root mean square difference in standard
+        deviations.
     """
     one, other = first.answers, second.answers
     if one.shape != other.shape:
@@ -268,11 +269,11 @@ def agree(first: Reading, second: Reading, deviation: Tensor | None = None) -> f
 
 
 def add_agreements(readings: Mapping[str, Reading], rehearsal: Rehearsal | None = None) -> dict[str, dict[str, float]]:
-    """Return the signals of each candidate, joined by its agreement with each of the others.
+    """Return the signals of each candidate, together with its agreement with every other candidate.
 
     Args:
         readings: Readings of candidates on the same samples, by name.
-        rehearsal: What is known of home; gives quantities their unit.
+        rehearsal: The rehearsal; provides the unit of a regression's outputs.
     """
     deviation = rehearsal.output_deviation if rehearsal is not None and rehearsal.task == "quantities" else None
     joined: dict[str, dict[str, Any]] = {}

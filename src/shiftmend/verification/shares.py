@@ -1,4 +1,4 @@
-"""`shares`: how frequent are the classes at a site?"""
+"""`shares`: estimate how frequent the classes are at a site."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shiftmend.verification.reading import read, shares_explain
 from shiftmend.verification.verify import find_adaptation
 
 OTHER_SHARES_DISTANCE = 0.1
-"""Total variation from home beyond which shares have to explain how features differ from home."""
+"""Total variation from home above which the shares must explain why features differ from home."""
 NOT_EXPLAINED = "these shares do not explain how features differ from home, as behind another device"
 
 
@@ -40,21 +40,21 @@ def shares(
 ) -> Shares:
     """Estimate how frequent the classes are at a site, without labels.
 
-    The model must answer at the site about as it does at home. Where the device changed, pass the mended model.
+    The model must make about the same mistakes at the site as at home. If the device changed, pass the adapted model.
 
     Args:
-        model: The model, as it came or mended.
-        target: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
-        profile: The profile of the source, rehearsed with labels, or the name of its file.
+        model: The model, untouched or adapted.
+        target: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or (inputs, ...).
+        profile: The profile of the source, rehearsed with labels, or the path of its file.
         adaptation: How the model was adapted, as for `verify`.
-        batch_size: Samples in a batch.
-        preprocess: Called with each batch on the device, before the model.
-        device: Where to compute.
-        seed: Decides the bootstrap draws behind the intervals.
-        progress: True shows a progress bar, False does not, None does so on a terminal.
+        batch_size: Number of samples per batch.
+        preprocess: Function applied to each batch of inputs on the device, before the model.
+        device: Device to compute on.
+        seed: Seed of the bootstrap draws for the intervals.
+        progress: Whether to show a progress bar; None shows one on a terminal only.
 
     Returns:
-        The share of each class with a 90 % interval, and reasons for which they cannot be relied on.
+        The share of each class with a 90 % interval, and reasons if the shares are not reliable.
 
     Raises:
         ShiftmendError: If the model, the data or the profile cannot be used together.
@@ -77,7 +77,9 @@ def shares(
     profile.check_architecture(model)
     record = profile.rehearsal
     if record is None or not record.confusion.numel():
-        raise DataError("Expected a profile that knows the mistakes at home. Try shiftmend.rehearse with labels.")
+        raise DataError(
+            "Expected a profile that knows the mistakes at home, got one without. Try shiftmend.rehearse with labels."
+        )
     place = resolve_device(device, model)
     columns = profile.inputs.columns
     feed = Feed(target, batch_size=batch_size, device=place, preprocess=preprocess, columns=columns, what="target data")

@@ -1,7 +1,7 @@
-"""Label-free signals: what can be measured of a model on the target in one pass, without labels.
+"""Label-free signals, measured in one pass over the target.
 
-`SIGNALS` is the one list of them. Histories, benchmarks, reports and correlations iterate it. To add a signal, add an
-entry to the list and an accumulator that measures it.
+`SIGNALS` is the only list of them; histories, benchmarks, reports and correlations iterate over it. To add a signal,
+add an entry to the list and an accumulator that measures it.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ SIGNALS: dict[str, str] = {
     "entropy": "mean entropy of the predictions, in nats",
     "confidence": "mean probability of the predicted class",
 }
-"""Signals by name, with what they are. The first two need a profile, the others class logits."""
+"""Descriptions of the signals by name. The first two need a profile, the others class logits."""
 
 VERIFIED = ("features", "logits")
-"""Taps whose marginals count."""
+"""Taps whose marginals are measured."""
 
 POSITIONS = 256
-"""Positions counted of each input at most, where its features or logits are maps. All positions of 96 x 96 pixels take
-a CPU several times as long as a small network and tell little more: 256, drawn anew for each input, add about a 256th
-to the chance of the inputs themselves."""
+"""Largest number of positions that are counted per input if features or logits are maps. On a CPU, all positions of 96
+x 96 pixels would take several times as long as a small network and add little information: 256 random positions per
+input increase the sampling noise by about 1/256."""
 
 _WHOLE = 1 << 24
 _STEPS = (12664746, 9560334)
-"""The sequence R2 of Roberts, in parts of the whole: 1 / g and 1 / g^2 with g^3 = g + 1."""
+"""Step sizes of the R2 sequence of Roberts as 24-bit fractions: 1 / g and 1 / g^2 with g^3 = g + 1."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Signals:
     """Signals of one pass.
 
     Attributes:
-        values: Signals by name, those that could be measured, in the order of `SIGNALS`.
-        verification: The verdict that follows from slices and marginals; None without a profile.
+        values: Signals that could be measured, by name, in the order of `SIGNALS`.
+        verification: The verdict from slices and marginals; None without a profile.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -66,25 +66,26 @@ class Signals:
 def observe(
     model: nn.Module, feed: Feed, profile: Profile | None, output: Entry = None, limit: int | None = None
 ) -> Signals:
-    """Measure all signals over a feed, or over a fixed random part of it; wait for the device once, at the end.
+    """Measure all signals over a feed, or over a fixed random part of it, with one device synchronisation at the end.
 
-    In a process group every process must call this; each looks at its share of the batches, and all get the same.
+    In a process group, every process must call `observe`. Each runs its part of the batches, and all get the same
+    result.
     """
     return SignalReader(model, feed, profile, output, limit=limit)()
 
 
 class SignalReader:
-    """A repeated measurement of the signals of one model; see `RepeatedPass`.
+    """A repeatable measurement of the signals of one model; see `RepeatedPass`.
 
     Args:
-        model: The model to look at.
+        model: The model to measure.
         feed: The target data.
         profile: The source's profile, if there is one.
         output: Entry of a tuple or dict that is the model's output.
-        limit: At most so many samples.
+        limit: Largest number of samples; None for all.
         capture: Whether the pass may be captured as a CUDA graph.
-        precision: A context manager for the forward pass. Histograms are counted in full precision.
-        logits: Where the model's head is, if there is no profile: decides which axis of the output counts classes.
+        precision: A context manager for the forward pass. Histograms are always counted in full precision.
+        logits: Tap of the model's head, if there is no profile; it tells which axis of the output holds the classes.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class SignalReader:
         if self.profile is not None:
             taps = {name: self.profile.specs[name] for name in VERIFIED}
         self._ahead: Signals | None = None
-        own = self.profile  # The graph's observers must not hold this object, which holds the graph.
+        own = self.profile  # The graph's observers must not refer to this object, because it owns the graph.
         self._pass = RepeatedPass(
             model,
             feed,
@@ -123,12 +124,12 @@ class SignalReader:
         return inputs is not None and (limit is None or len(inputs) <= limit) and self._pass.precision is nullcontext
 
     def look_ahead(self) -> Signals:
-        """Return the signals of the model as it is now; the next call returns the same and measures nothing."""
+        """Measure the current model. The next call returns the same signals without a new pass."""
         self._ahead = self()
         return self._ahead
 
     def __call__(self) -> Signals:
-        """Return the signals of the model as it is now."""
+        """Measure the signals of the current model."""
         if self._ahead is not None:
             found, self._ahead = self._ahead, None
             return found
@@ -143,7 +144,7 @@ class SignalReader:
         return Signals({name: found[name] for name in SIGNALS if name in found}, verification)
 
     def forget(self) -> None:
-        """Drop a captured pass: the model has changed otherwise than in the values of its tensors."""
+        """Drop a captured pass, because more than the values of the model's tensors has changed."""
         self._ahead = None
         self._pass.forget()
 
@@ -184,7 +185,7 @@ class _SignalObserver:
 
 
 class Certainty:
-    """Accumulator of the entropy and the confidence of predictions."""
+    """Accumulator of the mean entropy and confidence of predictions."""
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None
@@ -194,14 +195,14 @@ class Certainty:
         """Add logits `[N, classes, ...]`."""
         log_probabilities = logits.log_softmax(1)
         probabilities = log_probabilities.exp()
-        # 0 ln 0 is 0, also where the logarithm has become minus infinity.
+        # 0 ln 0 counts as 0, even if the logarithm is minus infinity.
         entropy = -(probabilities * log_probabilities.clamp_min(-100)).sum()
         sums = torch.stack([entropy, probabilities.amax(1).sum()])
         self._sums = sums if self._sums is None else self._sums + sums
         self._predictions += logits.numel() // logits.shape[1]
 
     def values(self) -> dict[str, Tensor]:
-        """Return both means over all processes; empty if no logits were seen."""
+        """Return both means over all processes; empty if there were no logits."""
         if self._sums is None:
             return {}
         entropy, confidence = reduce_mean(self._sums / self._predictions, self._predictions)
@@ -216,16 +217,16 @@ class Tally:
         self.slices = profile.slices["verification"].histogram.new_tracker()
         self.taps = {name: profile.taps[name].new_tracker() for name in taps}
         self.inputs = 0
-        self._earlier: int | Tensor = 0  # Inputs of the batches before, in all processes.
+        self._earlier: int | Tensor = 0  # Number of inputs in earlier batches, over all processes.
 
     def update(self, activations: Mapping[str, Tensor], inputs: int) -> None:
-        """Add activations `[samples, units]` by tap; a feature map has many samples of one input."""
+        """Add activations `[samples, units]` by tap; each input of a feature map has many samples."""
         maps = any(len(activations[name]) > POSITIONS * inputs for name in self.taps)
         before, batch = _place(inputs, self.slices.counts.device) if maps else (0, inputs)
         counted = {name: sample_positions(activations[name], inputs, self._earlier + before) for name in self.taps}
         self.inputs += inputs
         self._earlier = self._earlier + batch
-        # Batches may differ in their number of positions, all of which the profile has counted.
+        # Batches may differ in their number of positions; the profile has counted all positions.
         times = {name: len(activations[name]) / len(rows) for name, rows in counted.items()}
         for part in self.profile.slices["verification"].projector.project_in_parts(counted["features"]):
             self.slices.update(part, times["features"])
@@ -233,7 +234,7 @@ class Tally:
             counter.update(counted[name], times[name])
 
     def add(self, other: Tally) -> None:
-        """Add what another accumulator with the same profile has counted."""
+        """Add the counts of another accumulator with the same profile."""
         pairs = [(self.slices, other.slices), *((self.taps[name], other.taps[name]) for name in self.taps)]
         for own, theirs in pairs:
             own.counts += theirs.counts
@@ -241,7 +242,7 @@ class Tally:
         self.inputs += other.inputs
 
     def joined(self) -> tuple[Tensor, Tensor, int]:
-        """Return the divergence of the slices, that of the marginals, and the inputs, over all processes."""
+        """Return the divergences of slices and marginals, and the number of inputs, over all processes."""
         slices = self.slices.reduce_over_processes()
         inputs = self.inputs
         if is_distributed():
@@ -251,14 +252,14 @@ class Tally:
         return slices.divergence(self.profile.slices["verification"].histogram), features + logits, inputs
 
     def verification(self) -> Verification:
-        """Return the verdict that follows from the divergences."""
+        """Return the verdict for the counted samples."""
         *divergences, inputs = self.joined()
         slices, marginals = torch.stack(divergences).tolist()
         return judge(slices, marginals, inputs, self.profile)
 
 
 def _place(inputs: int, device: torch.device) -> tuple[int | Tensor, int | Tensor]:
-    """Return how many inputs of a shared batch belong to earlier processes, and how many the batch has in all."""
+    """Return the number of a shared batch's inputs in lower ranks, and the batch's total number of inputs."""
     if not is_distributed():
         return 0, inputs
     every = all_gather(torch.tensor(inputs, device=device))
@@ -266,16 +267,17 @@ def _place(inputs: int, device: torch.device) -> tuple[int | Tensor, int | Tenso
 
 
 def sample_positions(values: Tensor, inputs: int, before: int | Tensor) -> Tensor:
-    """Take at most `POSITIONS` rows of each input from rows `[samples, units]`.
+    """Select at most `POSITIONS` rows per input from rows `[samples, units]`.
 
-    Each input is cut into as many equal stretches, and one position is taken from each. The place within a stretch
-    follows a sequence of low discrepancy over stretches and inputs: no column of a map is favoured, and many inputs
-    together have every position equally often. Nothing is read back from the device, so a CUDA graph can hold this.
+    Each input is divided into equal stretches, and one position is taken from each. The offset within a stretch follows
+    a low-discrepancy sequence over stretches and inputs: no column of a map is favoured, and over many inputs every
+    position is selected equally often. No value is read back from the device, so the function works inside a CUDA
+    graph.
 
     Args:
-        values: Rows of all inputs, one input after the other.
+        values: Rows of all inputs, in the order of the inputs.
         inputs: Number of inputs.
-        before: Inputs that came earlier, so that batches of any size and any number of processes give the same.
+        before: Number of earlier inputs, so that the selection does not depend on batch size or number of processes.
     """
     each, rest = divmod(len(values), inputs)
     if rest or each <= POSITIONS:
@@ -288,12 +290,12 @@ def sample_positions(values: Tensor, inputs: int, before: int | Tensor) -> Tenso
 
 
 def class_logits(returned: Any, output: Entry, axis: int, classes: int | None = None) -> Tensor | None:
-    """Return the class logits in a model's output, with classes on axis 1; None if it has none.
+    """Return the class logits in a model's output, with classes on axis 1; None if there are none.
 
     Args:
-        returned: Whatever the model returned.
+        returned: Output of the model.
         output: Entry of a tuple or dict that is the output.
-        axis: Axis of the classes at the tap `logits`. A model of tokens has them on its last axis.
+        axis: Axis of the classes at the tap `logits`; the last axis for a model of tokens.
         classes: Number of classes at the tap. The model may return its logits transposed, or with fewer axes.
     """
     try:

@@ -1,13 +1,12 @@
-"""The label-free verdict: is the target distributed like the source where no method had a hand in it?
+"""The label-free verdict: are features at the target distributed as at the source?
 
-The loss that was optimised never judges. Marginals can be matched by scrambling the features: FR can reach a lower
-alignment loss at 4 % accuracy than BUFR at 80 %. The verification slices of the profile are aligned by no method and
-see the joint distribution. Slices can come home while the marginals do not, as with a method that aligns covariances,
-so features count as restored only if both are at home. The limits are empirical; docs/methods.md says what was measured
-with them.
+The optimised loss never judges. Marginals can be matched by scrambling the features: FR can reach a lower alignment
+loss at 4 % accuracy than BUFR at 80 %. No method aligns the verification slices of the profile, and they depend on the
+joint distribution. A method that aligns covariances can restore the slices but not the marginals, so features count as
+restored only if both are close to home. The thresholds are empirical; docs/methods.md shows the measurements.
 
-A sample tells a divergence within bounds only. A verdict is what holds for every value between the bounds. If no
-verdict does, the samples are too few and the verdict is undecided.
+A finite sample determines a divergence within bounds only. The verdict is the one that holds for all values between the
+bounds. If there is none, the sample is too small and the verdict is undecided.
 """
 
 from __future__ import annotations
@@ -21,39 +20,39 @@ from shiftmend.stats.divergences import sampling_floor
 from shiftmend.verification.estimate import Estimate
 
 RESTORED = 0.005
-"""Divergence of the slices, without chance, below which features count as restored."""
+"""Divergence of the slices, beyond sampling noise, below which features count as restored."""
 FAILED = 0.01
-"""Divergence of the slices, without chance, from which on features count as not restored."""
+"""Divergence of the slices, beyond sampling noise, above which features count as not restored."""
 
 _CHANCE = {1: (0.2, 2.25), 2: (0.3, 1.9)}
 Verdict = Literal["restored", "partly restored", "not restored", "undecided"]
 
 
 def chance_of(units: int | None) -> tuple[float, float]:
-    """Return how much chance adds to the divergence of new samples, at least and at most, in floors.
+    """Return the least and the most that sampling noise adds to the divergence of new samples, relative to the floor.
 
-    A floor is a mean. All slices of a single feature are the same, so that chance varies as in one histogram, like a
-    chi-square of few degrees of freedom. The mean over the slices of many features varies less, unless the features
-    are so closely related that they are as good as one, which a profile does not tell.
+    The floor is an expected value. All slices of a single feature are equal, so their noise varies like a chi-square
+    variable with few degrees of freedom. The mean over the slices of many features varies less, unless the features are
+    strongly related, which a profile does not show.
 
     Args:
-        units: Features that vary at the source, if known.
+        units: Number of features that vary at the source, if known.
     """
     return _CHANCE.get(units or 0, (0.5, 1.5))
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The divergences of a model's features from home, and the verdict that follows from them.
+    """Divergences of a model's features from home, and the verdict about them.
 
     Attributes:
         divergence: Mean divergence of the verification slices.
-        floor: Divergence that chance alone gives on average for so many samples.
-        samples: Inputs that were looked at.
-        source_samples: Inputs that the profile was made from, if known.
-        adapted: Whether the model was adapted to these very inputs.
-        marginals: Mean divergence of the features plus that of the logits, unit by unit; None if not known.
-        units: Features that vary at the source, if known: with one or two, chance varies more.
+        floor: Expected divergence from sampling noise alone, for this number of samples.
+        samples: Number of inputs that were measured.
+        source_samples: Number of inputs of the profile, if known.
+        adapted: Whether the model was adapted to the same inputs.
+        marginals: Mean divergence of the single features plus that of the single logits; None if unknown.
+        units: Number of features that vary at the source, if known; with one or two, sampling noise varies more.
         estimate: Estimated score of the model, from `verify` with a rehearsed profile.
 
     Example:
@@ -72,7 +71,7 @@ class Verification:
     estimate: Estimate | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return divergences, verdict and, if there is one, the estimate."""
+        """Return divergences, verdict and estimate (if any) as JSON."""
         facts = {name: value for name, value in vars(self).items() if name != "estimate"} | {"verdict": self.verdict}
         return facts | ({} if self.estimate is None else {"estimate": self.estimate.to_json()})
 
@@ -87,9 +86,9 @@ class Verification:
     def bounds(self) -> tuple[float, float]:
         """Approximate interval of the divergence that unlimited samples would show.
 
-        Chance adds between half of the floor and one and a half of it (`chance_of`). That was measured for small
-        divergences; with many features chance adds less. A model that was adapted to these samples has fitted their
-        chance, too, so that none or most of it may be left.
+        Sampling noise adds between 0.5 and 1.5 times the floor (`chance_of`). This was measured for small divergences;
+        with many features, noise adds less. A model that was adapted to the same samples has also fitted their noise,
+        so that between none and most of the noise may be left.
         """
         if not math.isfinite(self.divergence):
             return math.inf, math.inf
@@ -98,16 +97,16 @@ class Verification:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Divergences below which these samples count as restored, and from which on they count as not restored.
+        """Divergence below which these samples count as restored, and that from which they count as not restored.
 
-        Samples so few that their floor alone would count as not restored never count as restored.
+        If the sample is so small that its floor exceeds the upper threshold, it never counts as restored.
         """
         least, most = self._chance
         return RESTORED + least if self.floor <= FAILED else 0.0, FAILED + most
 
     @property
     def _chance(self) -> tuple[float, float]:
-        """Share of the divergence that is due to chance, at least and at most."""
+        """Least and most of the divergence that may be due to sampling noise."""
         least, most = chance_of(self.units)
         return (0.0, (most - least) * self.floor) if self.adapted else (least * self.floor, most * self.floor)
 
@@ -124,12 +123,12 @@ class Verification:
 
     @property
     def _no_numbers(self) -> bool:
-        """True if outputs are NaN although features may be at home: weights of the head are damaged or too large."""
+        """True if outputs are NaN although features may be fine: the head's weights are damaged or too large."""
         return self.marginals is not None and math.isnan(self.marginals)
 
     @property
     def strayed(self) -> bool:
-        """True if the slices are at home and the marginals of the two taps certainly are not."""
+        """True if the slices are close to home but the marginals certainly are not."""
         _, most = self._chance
         away = self.marginals is not None and not self.marginals < 2 * (RESTORED + most)
         return away and self.divergence < self.limits[0]
@@ -145,15 +144,15 @@ class Verification:
 
     @property
     def _sizes(self) -> str:
-        """Both sample sizes in words, since chance comes from either."""
+        """Both sample sizes in words, since sampling noise depends on both."""
         own = f"{self.samples} {'adapted to' if self.adapted else 'of the target'}"
         return own if self.source_samples is None else f"{self.source_samples} in the profile, {own}"
 
 
 def judge(slices: float, marginals: float | None, inputs: int, profile: Profile) -> Verification:
-    """Return the verification that follows from divergences measured on so many inputs.
+    """Make the verification for divergences that were measured on a number of inputs.
 
-    Positions of one feature map are not independent, so the number of inputs decides about chance.
+    Positions of one feature map are not independent, so the number of inputs determines the sampling noise.
     """
     floor = sampling_floor(profile.bins, profile.effective_samples, inputs)
     units = profile.taps["features"].usable_count

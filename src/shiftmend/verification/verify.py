@@ -1,4 +1,4 @@
-"""`verify`: are a model's features on the target distributed as at home?"""
+"""`verify`: check without labels whether a model's features on the target are distributed as at home."""
 
 from __future__ import annotations
 
@@ -43,29 +43,28 @@ def verify(
     device: str | torch.device = "auto",
     progress: Progress = None,
 ) -> Verification:
-    """Judge without labels whether the features of a model, adapted or not, are distributed as at home.
+    """Check without labels whether the features of a model, adapted or not, are distributed as at home.
 
-    With a rehearsed profile, `estimate` of the result is the model's accuracy on the target, with an interval.
-
-    Inputs that seem to be preprocessed otherwise than at the source are warned of, as in `adapt`. Other weights are
-    not, because a mended model rightly has them.
+    With a rehearsed profile, `estimate` of the result is the estimated accuracy on the target, with an interval. As in
+    `adapt`, a warning is logged if the inputs seem to be preprocessed in another way than at the source. Weights that
+    differ from the profile's cause no warning, because an adapted model has such weights.
 
     Args:
-        model: The model to judge. It runs in eval mode and gets its own modes back.
-        target: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or of (inputs, anything).
-        profile: The source's profile, or the name of its file.
-        adaptation: How the model was adapted: the result of `adapt` or its manifest. A model that `adapt` returned says
-            so itself, and one with the weights of the profile is untouched.
-        labelled: A few labelled samples of the target, as pairs of inputs and labels. They narrow the estimate, and
-            are shown beside it.
-        batch_size: Samples in a batch.
-        preprocess: Called with each batch on the device, before the model.
-        output: Entry of a tuple or dict that is the model's output; for `labelled` alone.
-        device: Where to compute.
-        progress: True shows a progress bar, False does not, None does so on a terminal.
+        model: The model to verify. It runs in eval mode, and its train and eval modes are restored.
+        target: A tensor, an array, a data frame, a `Dataset` or a `DataLoader`, of inputs or (inputs, ...).
+        profile: The source's profile, or the path of its file.
+        adaptation: How the model was adapted: the result of `adapt` or its manifest. Not needed for a model that
+            `adapt` returned, nor for one with the weights of the profile, which is untouched.
+        labelled: A few labelled samples of the target, as (inputs, labels). They narrow the estimate; their own score
+            is shown as well.
+        batch_size: Number of samples per batch.
+        preprocess: Function applied to each batch of inputs on the device, before the model.
+        output: Entry of a tuple or dict that is the model's output; used for `labelled` only.
+        device: Device to compute on.
+        progress: Whether to show a progress bar; None shows one on a terminal only.
 
     Returns:
-        The divergences and the verdict that follows from them.
+        The divergences, and the verdict about them.
 
     Raises:
         ShiftmendError: If the model, the data or the profile cannot be used together.
@@ -112,7 +111,7 @@ def verify(
 
 
 class Adapted(NamedTuple):
-    """Method of an adaptation, the temperature in the head of its model, and whether class shares were free."""
+    """Method of an adaptation, temperature in the model's head, and whether class shares were estimated."""
 
     method: str | None
     temperature: float = 1.0
@@ -120,7 +119,7 @@ class Adapted(NamedTuple):
 
 
 def find_adaptation(model: nn.Module, profile: Profile, given: Any) -> Adapted:
-    """Return how a model was adapted; the method is None if nobody knows."""
+    """Return how a model was adapted; the method is None if unknown."""
     manifest = getattr(given, "manifest", given)
     if isinstance(manifest, Mapping):
         temperature = manifest.get("calibration", {}).get("temperature", 1.0)

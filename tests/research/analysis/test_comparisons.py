@@ -234,10 +234,10 @@ def test_which_outcome_is_compared() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"second": "a"}, "with itself"),
+        ({"second": "a"}, "twice"),
         ({"second": "c"}, r"of c.*last accuracy"),
-        ({"second": "b", "metric": "epoch"}, "by last epoch"),
-        ({"second": "b", "which": "first"}, "by first accuracy"),
+        ({"second": "b", "metric": "epoch"}, "got last epoch"),
+        ({"second": "b", "which": "first"}, "got first accuracy"),
     ],
 )
 def test_what_cannot_be_compared_is_said(arguments: dict[str, Any], message: str) -> None:
@@ -248,7 +248,7 @@ def test_what_cannot_be_compared_is_said(arguments: dict[str, Any], message: str
 def test_recipes_and_origins_are_not_mixed() -> None:
     one = result("a", "sky", 0, 0.5)
     other = replace(one, cell=replace(one.cell, recipe="newer"))
-    with pytest.raises(DataError, match=r"two recipes.*and newer"):
+    with pytest.raises(DataError, match=r"one recipe.*and newer"):
         index_by_place([one, other])
     assert list(index_by_place([one, replace(other, last=None, error="failed")]).values()) == [one]
     with pytest.raises(DataError, match=r"sky.*published.*rebuilt"):

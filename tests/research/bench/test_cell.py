@@ -419,7 +419,7 @@ def test_restoration_needs_the_same_images_one_by_one() -> None:
     shuffled = whole.clean.take(torch.randperm(100, generator=torch.Generator().manual_seed(0)))
     for clean in (shuffled, whole.clean.take(torch.arange(99))):
         broken = lambda *_, clean=clean: Target(whole.adapt, whole.score, clean)  # noqa: E731
-        assert "is no clean version of away, dim" in run("adabn", load_target=broken).error
+        assert "the clean version of away, dim" in run("adabn", load_target=broken).error
 
 
 def test_the_source_model_on_clean_images() -> None:
@@ -522,7 +522,7 @@ def test_rates_are_compared_without_labels() -> None:
     assert result.manifest["learning_rate_chosen"] == "by the verification slices"
     tried = result.manifest["learning_rates_tried"]
     assert [entry["learning_rate"] for entry in tried] == rates
-    assert "lower the learning rate" in tried[2]["failed"]
+    assert "Lower the learning rate" in tried[2]["failed"]
     assert "failed" not in tried[0]
     for entry, theirs in zip(tried, expected.manifest["learning_rates_tried"], strict=True):
         assert {key: entry.get(key) for key in theirs if key != "failed"} == {
@@ -562,7 +562,7 @@ def test_one_rate_is_like_the_setting_with_that_rate() -> None:
 @pytest.mark.slow
 def test_if_all_rates_fail_the_cell_does() -> None:
     result = run("fr", rates=[2e38, 3e38])
-    assert result.error.startswith("none of the learning rates [2e+38, 3e+38] led to a result; the last: ")
+    assert result.error.startswith("Expected a result with one of the learning rates [2e+38, 3e+38]")
 
 
 @pytest.mark.slow
@@ -580,7 +580,7 @@ def test_online_rates_are_searched_as_in_the_paper_and_chosen_without_labels() -
     other = done("fr", protocol="online", rates=rates, load_target=with_labels(scrambled))
     assert other.manifest["method"]["learning_rate"] == searched.manifest["method"]["learning_rate"]
     failed = run("fr", protocol="online", rates=[2e38, 3e38])
-    assert failed.error is None or "none of the learning rates" in failed.error
+    assert failed.error is None or "one of the learning rates" in failed.error
 
 
 # ---- failures
@@ -620,13 +620,13 @@ def test_an_error_becomes_a_failed_result(tmp_path: Path) -> None:
 
 def test_a_rate_that_diverges_fails_with_a_sentence() -> None:
     table = dict(BENCHMARK.settings) | {"offline": {"fr": Setting("fr", {"epochs": 2, "learning_rate": 3e38})}}
-    assert "lower the learning rate" in run("fr", settings=table).error
+    assert "Lower the learning rate" in run("fr", settings=table).error
 
 
 def test_images_without_labels_cannot_be_scored() -> None:
     unlabelled = replace(drawn(40, 9, "secret"), labels=None)
     error = run("fr", load_target=lambda *_: Target(unlabelled, unlabelled)).error
-    assert "no labels" in error
+    assert "Expected labels in" in error
     assert (
         "a label for each image of secret"
         in run("fr", "dim", "few-shot-5", load_target=lambda *_: Target(*[unlabelled] * 2)).error

@@ -318,7 +318,7 @@ def test_a_whole_page_is_not_called_partial(tmp_path: Path) -> None:
     assert "\n## Does the model" not in text
     assert footnotes.RATES not in text
     assert text.count("the paper has no figures for this table") == 1
-    with pytest.raises(DataError, match="no results of mnist-c"):
+    with pytest.raises(DataError, match="results of mnist-c"):
         page("mnist-c", file)
     file.write_text(to_compact([made(replace(cells[0], recipe="old"), "own", 0.5)]))
     with pytest.raises(DataError, match="1 of other settings"):

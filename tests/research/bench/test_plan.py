@@ -39,7 +39,7 @@ def test_clean_images_are_for_the_source_model_offline() -> None:
         assert not [cell for cell in plan(BENCHMARK, protocol) if cell.shift == "clean"]
         with pytest.raises(DataError, match="clean is a shift"):
             plan(BENCHMARK, protocol, shifts=["clean"])
-    with pytest.raises(DataError, match="nothing to run"):
+    with pytest.raises(DataError, match="something to run"):
         plan(BENCHMARK, methods=["fr"], shifts=["clean"])
 
 
@@ -70,12 +70,12 @@ def test_a_choice_keeps_the_benchmarks_order_and_its_recipes() -> None:
 
 def test_unknown_names_get_a_sentence_with_the_nearest() -> None:
     for wanted, message in (
-        ({"methods": ["burf"]}, r"'burf'.*did you mean"),
-        ({"shifts": ["inverted"]}, r"'inverted'.*mean inverse"),
-        ({"shifts": ["x"]}, r"clean$"),
-        ({"protocol": "of-line"}, r"'of-line'.*offline, apart"),
-        ({"methods": []}, r"no method.*source-only"),
-        ({"shifts": []}, r"no shift is named"),
+        ({"methods": ["burf"]}, r"'burf'.*Try"),
+        ({"shifts": ["inverted"]}, r"'inverted'.*Try inverse"),
+        ({"shifts": ["x"]}, r"clean, got"),
+        ({"protocol": "of-line"}, r"offline, apart.*'of-line'"),
+        ({"methods": []}, r"at least one method.*source-only"),
+        ({"shifts": []}, r"at least one shift"),
         ({"seeds": []}, r"at least one seed"),
     ):
         with pytest.raises(DataError, match=message):

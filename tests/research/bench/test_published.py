@@ -324,7 +324,7 @@ def test_nothing_was_run_again_on_mnist_m() -> None:
 
 @pytest.mark.parametrize("benchmark", ["emnist-da", "imagenet-c"])
 def test_an_unknown_source_is_an_error(benchmark: str) -> None:
-    with pytest.raises(DataError, match=r"'notes'.*paper, .*re-run"):
+    with pytest.raises(DataError, match=r"paper, .*re-run.*'notes'"):
         figure(benchmark, "offline", "accuracy", "bufr", "all", source="notes")
 
 

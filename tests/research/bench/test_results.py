@@ -171,7 +171,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="no JSON"):
         read("digits", tmp_path / "file")
-    with pytest.raises(DataError, match="there is no store"):
+    with pytest.raises(DataError, match="Expected a store"):
         read("digits", tmp_path)
 
 

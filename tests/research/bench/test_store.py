@@ -211,7 +211,7 @@ def test_filters_and_a_fixed_order(tmp_path: Path) -> None:
 def test_what_cannot_be_kept_changes_nothing(tmp_path: Path) -> None:
     with Store(tmp_path / "store") as store:
         store.record(done(0.5))
-        with pytest.raises(DataError, match=r"manifest\.x is an object"):
+        with pytest.raises(DataError, match=r"manifest\.x.*an object"):
             store.record(done(cell=replace(CELL, seed=1), manifest={"x": object()}))
         assert store.record(done(0.6, replace(CELL, seed=2))) is True
     assert len(contents(tmp_path / "store")) == 2
@@ -322,20 +322,20 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "text": (lambda path: path.write_text("method,accuracy\nbufr,0.8\n"), "is no SQLite database"),
     "one byte": (lambda path: path.write_bytes(b"\0"), "is no SQLite database"),
     "zeros": (lambda path: path.write_bytes(bytes(8192)), "is no SQLite database"),
-    "header alone": (lambda path: path.write_bytes(b"SQLite format 3\0"), "no store of benchmark results"),
-    "another program's": (lambda path: foreign(path, "CREATE TABLE photos (name)"), "no store of benchmark results"),
+    "header alone": (lambda path: path.write_bytes(b"SQLite format 3\0"), "a store of benchmark"),
+    "another program's": (lambda path: foreign(path, "CREATE TABLE photos (name)"), "a store of benchmark"),
     "another program's table of that name": (
         lambda path: foreign(path, "CREATE TABLE cells (name)", "PRAGMA user_version = 1"),
-        "no store of benchmark results",
+        "a store of benchmark",
     ),
     "another version": (
         lambda path: foreign(filled(path, done()), "PRAGMA user_version = 2"),
-        "has version 2, expected 1; open it with the shiftmend that wrote it",
+        "a store of version 1",
     ),
-    "overwritten pages": (overwritten, "is damaged; go back to a copy"),
-    "a row less": (one_row_less, "is damaged; go back to a copy"),
-    "half the file": (truncated, "is damaged; go back to a copy"),
-    "a folder": (Path.mkdir, "is a folder, expected the name of a store"),
+    "overwritten pages": (overwritten, "is damaged. Go back"),
+    "a row less": (one_row_less, "is damaged. Go back"),
+    "half the file": (truncated, "is damaged. Go back"),
+    "a folder": (Path.mkdir, "got the folder"),
 }
 
 
@@ -386,13 +386,13 @@ def test_another_programs_unfinished_business_is_not_finished(tmp_path: Path) ->
 
 
 def test_reading_makes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no store.*run a benchmark"):
+    with pytest.raises(DataError, match=r"a store.*Run a benchmark"):
         Store(tmp_path / "store", read_only=True)
-    with pytest.raises(DataError, match="no store"):
+    with pytest.raises(DataError, match="Expected a store"):
         Store(tmp_path / "folder" / "store", read_only=True)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "empty").touch()  # as it is while its first process starts
-    with pytest.raises(DataError, match="no store"):
+    with pytest.raises(DataError, match="Expected a store"):
         Store(tmp_path / "empty", read_only=True)
     assert (tmp_path / "empty").stat().st_size == 0
     with Store(tmp_path / "empty") as store:
@@ -919,9 +919,9 @@ def test_numbers_that_are_not_finite_stay_visible() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"manifest": {"a": [{"b": Path("x")}]}}, r"manifest\.a\[0\]\.b is a PosixPath"),
+        ({"manifest": {"a": [{"b": Path("x")}]}}, r"manifest\.a\[0\]\.b.*a PosixPath"),
         ({"manifest": {"rates": {0: 0.1}}}, r"manifest\.rates.*keys"),
-        ({"history": ({"loss": torch.zeros(2)},)}, r"history\[0\]\.loss is a Tensor"),
+        ({"history": ({"loss": torch.zeros(2)},)}, r"history\[0\]\.loss.*a Tensor"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

@@ -331,11 +331,11 @@ def test_every_network_can_be_built() -> None:
 
 
 def test_unknown_names_get_suggestions() -> None:
-    with pytest.raises(DataError, match=r"'cifar-10'.*did you mean cifar-10-c"):
+    with pytest.raises(DataError, match=r"'cifar-10'.*Try cifar-10-c"):
         find("cifar-10")
-    with pytest.raises(DataError, match=r"did you mean emnist-da"):
+    with pytest.raises(DataError, match=r"Try emnist-da"):
         find("emnist")
-    with pytest.raises(DataError, match=r"or file\.py:NAME$"):
+    with pytest.raises(DataError, match=r"or file\.py:NAME"):
         find("zzz")
 
 
@@ -354,8 +354,8 @@ PROTOCOLS = {"offline": Offline()}
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("", "defines no benchmark called OTHER; expected a shiftmend.research.bench.benchmark.Benchmark"),
-        ("OTHER = 3", "defines no benchmark called OTHER"),
+        ("", "to define a Benchmark called OTHER"),
+        ("OTHER = 3", "to define a Benchmark called OTHER"),
         ("import nothing_of_the_kind", "could not be run: ModuleNotFoundError"),
         ("def (", "could not be run: SyntaxError"),
         (
@@ -365,12 +365,12 @@ PROTOCOLS = {"offline": Offline()}
         ("OTHER = replace(MINE, protocols=PROTOCOLS)", "expected settings for each protocol"),
         (
             "TABLE['offline']['x'] = Setting('frr')\nOTHER = replace(MINE, protocols=PROTOCOLS, settings=TABLE)",
-            "unknown method 'frr'",
+            "got 'frr'",
         ),
         (
             "TABLE['offline']['x'] = Setting('fr', {'rate': 1})\n"
             "OTHER = replace(MINE, protocols=PROTOCOLS, settings=TABLE)",
-            "method 'fr' has no option 'rate'",
+            "got 'rate'",
         ),
         (
             "TABLE['offline']['x'] = Setting('fr', preset='slices')\n"
@@ -407,7 +407,7 @@ def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     mine = find(f"{file}:MINE")
     assert isinstance(mine, Benchmark)
     assert mine.name == "mine"
-    with pytest.raises(DataError, match=r"absent\.py is missing"):
+    with pytest.raises(DataError, match=r"absent\.py, which is missing"):
         find(f"{tmp_path}/absent.py:X")
 
 
@@ -882,7 +882,7 @@ def test_missing_data_are_one_sentence_that_names_the_file(
             load(tmp_path)
         text = str(caught.value)
         assert str(tmp_path) in text
-        assert "is missing: expected" in text
+        assert "which is missing" in text
         assert "fetch" in text
         assert "\n" not in text
         monkeypatch.delenv("SHIFTMEND_DATA", raising=False)

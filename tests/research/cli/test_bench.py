@@ -434,8 +434,8 @@ def test_merge(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert again == {str(tmp_path / "all.json"): 35}
     ok(capsys, "export", "-f", tmp_path / "again" / STORE, "--format", "compact", "-o", tmp_path / "second.json")
     assert (tmp_path / "second.json").read_text() == (tmp_path / "all.json").read_text()
-    assert "with itself" in refused(capsys, "merge", here, "-f", here)
-    assert "there is no store" in refused(capsys, "merge", digits, tmp_path / "nowhere", "-f", tmp_path / "fresh")
+    assert "fr twice" in refused(capsys, "merge", here, "-f", here)
+    assert "Expected a store" in refused(capsys, "merge", digits, tmp_path / "nowhere", "-f", tmp_path / "fresh")
     assert not (tmp_path / "fresh").exists()
 
 
@@ -504,18 +504,18 @@ FOLDER = ["-f", "{digits}"]
 NONSENSE: list[tuple[list[str], str]] = [
     (["fly"], "No such command"),
     (["show"], "Missing argument 'BENCHMARK'"),
-    (["show", "digit"], "did you mean digits?"),
+    (["show", "digit"], "Try digits."),
     (["show", "{tmp}/none.py:X"], "is missing"),
-    (["show", "{tmp}/bars.py:NUMBER"], "no benchmark called NUMBER"),
+    (["show", "{tmp}/bars.py:NUMBER"], "a Benchmark called NUMBER"),
     (["show", "{tmp}/wrong.py:X"], "could not be run: SyntaxError"),
     (["show", "{tmp}/odd.py:BARS"], "'mine'"),
     (["run", "{tmp}/odd.py:BARS", "-f", "{tmp}/new"], "'mine'"),
     (["show", "digits", "--data-root", "{tmp}/nowhere"], "does not exist"),
-    (["run", "digits", "-f", "{tmp}/file"], "is a file"),
-    (["run", "digits", "-f", "{tmp}/file/below"], "is a file"),
-    (["run", "digits", "-f", "{tmp}/new", "--methods", "fry"], "did you mean fr?"),
-    (["run", "digits", "-f", "{tmp}/new", "--methods", ","], "no method is named"),
-    (["run", "digits", "-f", "{tmp}/new", "--shifts", "sky"], "has no shift 'sky'"),
+    (["run", "digits", "-f", "{tmp}/file"], "Expected a folder"),
+    (["run", "digits", "-f", "{tmp}/file/below"], "Expected a folder"),
+    (["run", "digits", "-f", "{tmp}/new", "--methods", "fry"], "Try fr."),
+    (["run", "digits", "-f", "{tmp}/new", "--methods", ","], "at least one method"),
+    (["run", "digits", "-f", "{tmp}/new", "--shifts", "sky"], "got 'sky'"),
     (["run", "digits", "-f", "{tmp}/new", "--seeds", "1.5"], "whole numbers"),
     (["run", "digits", "-f", "{tmp}/new", "--seeds", "-1"], "whole numbers from 0"),
     (["run", "digits", "-f", "{tmp}/new", "--seeds", "99999999999999999999"], "whole numbers from 0"),
@@ -526,45 +526,45 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["run", "digits", "-f", "{tmp}/new", "--workers", "0"], "at least 1"),
     (["run", "digits", "-f", "{tmp}/new", "--workers", "many"], "see `shiftmend bench run --help`"),
     (["run", "digits", "-f", "{tmp}/new", "--executor", "slurm"], "slurm"),
-    (["run", "digits", "-f", "{tmp}/new", "--protocol", "offfline"], "it has offline, online, few-shot-20"),
+    (["run", "digits", "-f", "{tmp}/new", "--protocol", "offfline"], "(offline, online, few-shot-20)"),
     (["run", "mnist-c", "-f", "{tmp}/new", "--data-root", "{tmp}/nowhere"], "does not exist"),
-    (["status", "digits", "-f", "{tmp}/nowhere"], "run a benchmark to make it"),
+    (["status", "digits", "-f", "{tmp}/nowhere"], "Run a benchmark"),
     (["status", "digits", "-f", "{tmp}/file"], "cannot be used as results"),
     (["status", "digits", "-f", "{tmp}/junk"], "no SQLite database"),
     (["status", "digits", "-f", "x" * 300], "cannot be used (File name too long); see to its name and permissions"),
-    (["table", "digits", *FOLDER, "--protocol", "online"], "has no such results of digits, online"),
-    (["table", "mnist-c", *FOLDER], "has no such results of mnist-c, offline"),
+    (["table", "digits", *FOLDER, "--protocol", "online"], "results of digits, online"),
+    (["table", "mnist-c", *FOLDER], "results of mnist-c, offline"),
     (["table", "digits", *FOLDER, "--learning-rates", "0.5", "--methods", "fr"], "6 are of other settings"),
-    (["table", "digits", *FOLDER, "--seeds", "7"], "has no such results"),
+    (["table", "digits", *FOLDER, "--seeds", "7"], "Expected results of"),
     (["table", "digits", *FOLDER, "--seeds", ","], "whole numbers"),
-    (["table", "digits", *FOLDER, "--metric", "acc"], "unknown metric 'acc'"),
-    (["table", "digits", *FOLDER, "--which", "first"], "expected last, best or selected"),
-    (["table", "digits", *FOLDER, "--which", "best", "--metric", "seconds"], "not known for the best epoch"),
-    (["table", "digits", *FOLDER, "--beside", "paper-elsewhere"], "expected paper, re-run or none"),
+    (["table", "digits", *FOLDER, "--metric", "acc"], "got 'acc'"),
+    (["table", "digits", *FOLDER, "--which", "first"], "last, best or selected"),
+    (["table", "digits", *FOLDER, "--which", "best", "--metric", "seconds"], "got best"),
+    (["table", "digits", *FOLDER, "--beside", "paper-elsewhere"], "paper, re-run or none"),
     (["table", "digits", *FOLDER, "--format", "pdf"], "pdf"),
-    (["table", "digits", *FOLDER, "--format", "html", "--json"], "--json and --format html contradict each other"),
-    (["table", "digits", *FOLDER, "--methods", "fry"], "did you mean fr?"),
-    (["table", "digits", *FOLDER, "--shifts", "clean"], "has no shift 'clean'"),
-    (["table", "digits", *FOLDER, "--shifts", ","], "no shift is named"),
+    (["table", "digits", *FOLDER, "--format", "html", "--json"], "--json or --format html"),
+    (["table", "digits", *FOLDER, "--methods", "fry"], "Try fr."),
+    (["table", "digits", *FOLDER, "--shifts", "clean"], "got 'clean'"),
+    (["table", "digits", *FOLDER, "--shifts", ","], "at least one shift"),
     (["table", "digits", *FOLDER, "--out", "{tmp}/folder"], "is a folder"),
     (["table", "digits", *FOLDER, "--out", "{tmp}/file/x.md"], "cannot be written"),
     (["compare", "digits", "fr", *FOLDER], "Missing argument 'SECOND'"),
-    (["compare", "digits", "fr", "fr", *FOLDER], "with itself"),
-    (["compare", "digits", "fr", "fry", *FOLDER], "did you mean fr?"),
-    (["compare", "digits", "fr", "tent", *FOLDER], "no finished result of tent"),
-    (["compare", "digits", "fr,bufr", "adabn", *FOLDER], "has no method 'fr,bufr'"),
-    (["compare", "digits", "fr", "bufr", *FOLDER, "--metric", "seconds"], "cannot compare by last seconds"),
-    (["compare", "digits", "fr", "bufr", *FOLDER, "--which", "first"], "cannot compare by first accuracy"),
-    (["correlate", "digits", *FOLDER, "--protocol", "online"], "has no such results"),
-    (["export", *FOLDER, "--format", "xml"], "expected csv, json or compact"),
-    (["export", "-f", "{tmp}/nowhere"], "there is no store"),
+    (["compare", "digits", "fr", "fr", *FOLDER], "fr twice"),
+    (["compare", "digits", "fr", "fry", *FOLDER], "Try fr."),
+    (["compare", "digits", "fr", "tent", *FOLDER], "finished results of tent"),
+    (["compare", "digits", "fr,bufr", "adabn", *FOLDER], "got 'fr,bufr'"),
+    (["compare", "digits", "fr", "bufr", *FOLDER, "--metric", "seconds"], "got last seconds"),
+    (["compare", "digits", "fr", "bufr", *FOLDER, "--which", "first"], "got first accuracy"),
+    (["correlate", "digits", *FOLDER, "--protocol", "online"], "Expected results of"),
+    (["export", *FOLDER, "--format", "xml"], "csv, json or compact"),
+    (["export", "-f", "{tmp}/nowhere"], "Expected a store"),
     (["export", *FOLDER, "--out", "{tmp}/folder"], "is a folder"),
-    (["export", *FOLDER, "--out", "{tmp}/file/new/x.csv"], "x.csv cannot be written (Not a directory); choose another"),
+    (["export", *FOLDER, "--out", "{tmp}/file/new/x.csv"], "x.csv cannot be written (Not a directory)"),
     (["page", "digits", *FOLDER, "--out", "{tmp}/file/x.md"], "x.md cannot be written"),
-    (["page", "digits", *FOLDER, "--notes", "{digits}/results.sqlite"], "are no text in UTF-8"),
+    (["page", "digits", *FOLDER, "--notes", "{digits}/results.sqlite"], "notes in UTF-8"),
     (["merge", "-f", "{tmp}/new"], "Missing argument"),
-    (["merge", "{tmp}/nowhere", "-f", "{tmp}/new"], "there is no store"),
-    (["merge", "{tmp}/folder", "-f", "{tmp}/new"], "there is no store"),
+    (["merge", "{tmp}/nowhere", "-f", "{tmp}/new"], "Expected a store"),
+    (["merge", "{tmp}/folder", "-f", "{tmp}/new"], "Expected a store"),
     (["merge", "{tmp}/junk", "-f", "{tmp}/new"], "no SQLite database"),
     (["merge", "{tmp}/file", "-f", "{tmp}/new"], "cannot be used as results"),
     (["merge", "{digits}", "-f", "{tmp}/file"], "cannot be written"),
@@ -598,8 +598,8 @@ def test_a_compact_export_serves_in_place_of_the_store(
     for command in (["table", "digits"], ["compare", "digits", "bufr", "fr"], ["correlate", "digits"]):
         assert ok(capsys, *command, "-f", file) == ok(capsys, *command, "-f", digits)
     assert ok(capsys, "status", "digits", "-f", file) == ok(capsys, "status", "digits", "-f", digits)
-    assert "has no results of mnist-c" in refused(capsys, "export", "mnist-c", "-f", digits)
-    assert "expected csv, json or compact" in refused(capsys, "export", "-f", digits, "--format", "xml")
+    assert "results of mnist-c" in refused(capsys, "export", "mnist-c", "-f", digits)
+    assert "csv, json or compact" in refused(capsys, "export", "-f", digits, "--format", "xml")
     assert len(list(csv.DictReader(io.StringIO(ok(capsys, "export", "-f", file))))) == 32
 
 
@@ -615,8 +615,8 @@ def test_page_takes_the_notes_beside_it(digits: Path, tmp_path: Path, capsys: py
     assert "\n\nMind the *step*.\n\n</details>" in out.read_text().split("## Notes\n")[1]
     (tmp_path / "mine.md").write_text("Mine.")
     assert "\n\nMine.\n\n</details>" in ok(capsys, "page", "digits", "-f", digits, "--notes", tmp_path / "mine.md")
-    assert "there are no notes at" in refused(capsys, "page", "digits", "-f", digits, "--notes", tmp_path / "none.md")
-    assert "has no results of mnist-c" in refused(capsys, "page", "mnist-c", "-f", digits)
+    assert "Expected notes" in refused(capsys, "page", "digits", "-f", digits, "--notes", tmp_path / "none.md")
+    assert "results of mnist-c" in refused(capsys, "page", "mnist-c", "-f", digits)
     assert ok(capsys, "page", "digits", "-f", digits, "--data-root", digits) == ok(
         capsys, "page", "digits", "-f", digits
     )

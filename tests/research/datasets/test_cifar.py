@@ -80,32 +80,34 @@ def test_cifar100_has_its_fine_labels(tmp_path: Path) -> None:
 
 
 def test_truncation_missing_files_and_wrong_labels(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"cifar-10-batches-bin is missing.*cifar-10-batches-py.*fetch\(\"cifar-10\"\)"):
+    with pytest.raises(
+        DataError, match=r"cifar-10-batches-py.*cifar-10-batches-bin, which is missing.*fetch\(\"cifar-10\"\)"
+    ):
         cifar10("train", tmp_path)
     folder = lay_out_binary(tmp_path)
     third = folder / "data_batch_3.bin"
     whole = third.read_bytes()
     third.write_bytes(whole[:-1])
-    with pytest.raises(DataError, match=r"data_batch_3\.bin.*3,073"):
+    with pytest.raises(DataError, match=r"3,073.*data_batch_3\.bin"):
         cifar10("train", tmp_path)
     third.write_bytes(whole[: 4 * 3073])  # cut between two records
-    with pytest.raises(DataError, match=r"data_batch_3.*4 images.*5"):
+    with pytest.raises(DataError, match=r"5 images.*data_batch_3.*got 4"):
         cifar10("train", tmp_path)
     third.write_bytes(bytes([99]) + whole[1:])
     with pytest.raises(DataError, match=r"cifar-10-batches-bin.*0 to 99"):
         cifar10("train", tmp_path)
     third.unlink()
-    with pytest.raises(DataError, match=r"_3\.bin is missing.*fetch .*\"cifar-10\""):
+    with pytest.raises(DataError, match=r"_3\.bin, .*missing.*fetch .*\"cifar-10\""):
         cifar10("train", tmp_path)
     third.write_bytes(b"")
-    with pytest.raises(DataError, match="holds 0 bytes"):
+    with pytest.raises(DataError, match="got 0 bytes"):
         cifar10("train", tmp_path)
 
 
 def test_a_split_that_does_not_exist_is_not_taken_for_another(tmp_path: Path) -> None:
     lay_out_binary(tmp_path)
     for read, name in ((cifar10, "CIFAR-10"), (cifar100, "CIFAR-100")):
-        with pytest.raises(DataError, match=f"{name}.*'valid'.*train, test"):
+        with pytest.raises(DataError, match=f"{name}.*train, test.*'valid'"):
             read("valid", tmp_path)
 
 
@@ -126,7 +128,7 @@ def test_a_pickled_batch_that_would_run_code_is_refused(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-LACKS = r"test_batch lacks uint8 `data` \[N, 3072\] with as many `labels`; .*fetch\(\"cifar-10\"\)"
+LACKS = r"uint8 `data` \[N, 3072\] .*`labels`.*test_batch, got.*fetch\(\"cifar-10\"\)"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ LACKS = r"test_batch lacks uint8 `data` \[N, 3072\] with as many `labels`; .*fet
         ({"data": PIXELS[0], "labels": [0]}, LACKS),
         ({"data": PIXELS[:2, :100].copy(), "labels": [0, 1]}, LACKS),
         ({"data": PIXELS[:1].astype("<i4"), "labels": [0]}, LACKS),
-        ({"data": PIXELS[:2], "labels": [0, "cat"]}, r"test_batch.*`labels`.*whole"),
+        ({"data": PIXELS[:2], "labels": [0, "cat"]}, r"`labels`.*test_batch.*whole"),
         ({"data": PIXELS[:1], "labels": [10]}, r"cifar-10-batches-py.*10 to 10"),
         ({"data": PIXELS[:1], "labels": [-1]}, r"cifar-10-batches-py.*-1 to -1"),
         ({"data": PIXELS[:0], "labels": []}, "at least one image"),
@@ -175,25 +177,25 @@ def test_cifar_c_reads_one_severity(tmp_path: Path, severity: int) -> None:
 
 
 def test_cifar_c_asserts_its_shape(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"fog\.npy is missing.*50000, .*fetch\(\"cifar-10-c\"\)"):
+    with pytest.raises(DataError, match=r"50000, .*fog\.npy, .*missing.*fetch\(\"cifar-10-c\"\)"):
         cifar10_c("fog", 5, tmp_path)
     images = lay_out_cifar_c(tmp_path)
     path = tmp_path / "CIFAR-10-C/fog.npy"
-    with pytest.raises(DataError, match=r"fog\.npy.*\[20, .*\[50000, "):
+    with pytest.raises(DataError, match=r"\[50000, .*fog\.npy.*\[20, "):
         cifar10_c("fog", 5, tmp_path)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(DataError, match=r"fog\.npy is truncated"):
+    with pytest.raises(DataError, match=r"fog\.npy, truncated"):
         cifar10_c("fog", 5, tmp_path, per_severity=4)
     np.save(path, images.astype(np.float32))
-    with pytest.raises(DataError, match=r"fog\.npy holds float32"):
+    with pytest.raises(DataError, match=r"fog\.npy, got float32"):
         cifar10_c("fog", 5, tmp_path, per_severity=4)
     path.write_bytes(whole)
     for labels, found in ((np.zeros(19, np.uint8), r"uint8 \[19\]"), (np.full(20, 0.5), r"float64 \[20\]")):
         np.save(tmp_path / "CIFAR-10-C/labels.npy", labels)
-        with pytest.raises(DataError, match=rf"labels\.npy.*{found}.*20"):
+        with pytest.raises(DataError, match=rf"20 integer.*labels\.npy.*{found}"):
             cifar10_c("fog", 5, tmp_path, per_severity=4)
-    with pytest.raises(DataError, match=r"severities.*got 0"):
+    with pytest.raises(DataError, match=r"severity.*got 0"):
         cifar10_c("fog", 0, tmp_path)
-    with pytest.raises(DataError, match=r"CIFAR-10-C.*'rain'.*brightness"):
+    with pytest.raises(DataError, match=r"CIFAR-10-C.*brightness.*'rain'"):
         cifar10_c("rain", 5, tmp_path)

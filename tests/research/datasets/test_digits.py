@@ -134,21 +134,21 @@ def test_usps_from_npz(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"uint8 \[N, 16, 16\]"):
             usps("train", tmp_path)
     np.savez(tmp_path / "USPS/usps.npz", x_train=images, y_train=LABELS + 0.5)
-    with pytest.raises(DataError, match=r"usps\.npz.*labels float64"):
+    with pytest.raises(DataError, match=r"usps\.npz.*float64"):
         usps("train", tmp_path)
     np.savez(tmp_path / "USPS/usps.npz", x_train=images.astype(float), y_train=LABELS)
     with pytest.raises(DataError, match=r"usps\.npz.*float64.*uint8"):
         usps("train", tmp_path)
-    with pytest.raises(DataError, match="no array 'x_test'"):
+    with pytest.raises(DataError, match="an array 'x_test'"):
         usps("test", tmp_path)
 
 
 def test_a_missing_file_is_named_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"MNIST/raw/train-images-idx3-ubyte\.gz is missing.*fetch\(\"mnist\"\)"):
+    with pytest.raises(DataError, match=r"MNIST/raw/train-images-idx3-ubyte\.gz, which is missing.*fetch\(\"mnist\"\)"):
         mnist("train", tmp_path)
-    with pytest.raises(DataError, match=r"usps\.bz2 is missing.*usps\.npz"):
+    with pytest.raises(DataError, match=r"usps\.npz.*usps\.bz2, which is missing"):
         usps("train", tmp_path)
-    with pytest.raises(DataError, match=r"'valid'.*train, test"):
+    with pytest.raises(DataError, match=r"train, test.*'valid'"):
         mnist("valid", tmp_path)
 
 
@@ -168,30 +168,30 @@ def test_damage_is_told_in_one_sentence(tmp_path: Path) -> None:
     images.write_bytes(whole[:-100])  # an interrupted download
     assert "t10k-images" in complaint()
     images.write_bytes(whole[:10] + bytes([whole[10] | 7]) + whole[11:])  # a kind of block that does not exist
-    assert "t10k-images-idx3-ubyte.gz cannot be read whole" in complaint()
+    assert "t10k-images-idx3-ubyte.gz, which cannot be read whole" in complaint()
     images.write_bytes(b"<html>not found</html>")
     assert "t10k-images" in complaint()
     images.write_bytes(gzip.compress(idx_bytes(IMAGES)[:-1]))  # whole gzip, too little in it
-    assert "announces 5 x 28 x 28" in complaint()
+    assert "Expected 5 x 28 x 28" in complaint()
     images.write_bytes(gzip.compress(idx_bytes(IMAGES)[:9]))
     assert "inside its header" in complaint()
     for place in range(3):  # no idx file, or one of larger numbers
         other = bytearray(idx_bytes(IMAGES))
         other[place] ^= 1
         images.write_bytes(gzip.compress(other))
-        assert "expected it to begin with 00 00 08" in complaint()
+        assert "begins with 00 00 08" in complaint()
     images.write_bytes(labels.read_bytes())  # the wrong file under the right name
-    assert "expected N x 28 x 28" in complaint()
+    assert "N x 28 x 28" in complaint()
     for wrong in (random_images(5, 28, 30), IMAGES[:0]):
         write_idx(images, wrong)
-        assert "expected N x 28 x 28" in complaint()
+        assert "N x 28 x 28" in complaint()
     images.write_bytes(gzip.compress(b"\0\0"))
-    assert "expected it to begin with 00 00 08" in complaint()
+    assert "begins with 00 00 08" in complaint()
     images.write_bytes(whole)
     write_idx(labels, LABELS[:-1])
-    assert "one label for each of the 5 images" in complaint()
+    assert "one label for each of 5 images" in complaint()
     write_idx(labels, LABELS + 5)
-    assert "labels-idx1-ubyte.gz holds labels up to 10; expected 0 to 9" in complaint()
+    assert "Expected labels from 0 to 9" in complaint()
 
 
 @pytest.mark.parametrize(
@@ -199,15 +199,15 @@ def test_damage_is_told_in_one_sentence(tmp_path: Path) -> None:
     [
         ("3 1:1\n3 257:0.1", r"LIBSVM.*line 2.*257"),
         ("3 0:0.1", r"line 1.*pixel 0"),
-        ("3 1;0.1", "no LIBSVM file"),
-        ("eleven 1:0.1", "no LIBSVM file"),
-        ("99999999999999999999 1:0.1", "no LIBSVM file"),
-        ("0 1:0.1", "no USPS file"),
-        ("11 1:0.1", "no USPS file"),
-        ("3 1:1.01", "no USPS file"),
-        ("3 1:-1.01", "no USPS file"),
-        ("3 1:nan", "no USPS file"),
-        ("", "no USPS file"),
+        ("3 1;0.1", "a LIBSVM file"),
+        ("eleven 1:0.1", "a LIBSVM file"),
+        ("99999999999999999999 1:0.1", "a LIBSVM file"),
+        ("0 1:0.1", "a USPS file"),
+        ("11 1:0.1", "a USPS file"),
+        ("3 1:1.01", "a USPS file"),
+        ("3 1:-1.01", "a USPS file"),
+        ("3 1:nan", "a USPS file"),
+        ("", "a USPS file"),
     ],
 )
 def test_text_that_is_not_usps_is_refused(tmp_path: Path, line: str, sentence: str) -> None:
@@ -240,15 +240,15 @@ def test_mnist_c(tmp_path: Path, channel: bool) -> None:
     assert split.labels is not None
     assert split.labels.tolist() == [0, 1, 2, 3, 4, 5]
     assert (split.name, split.classes) == ("mnist-c-zigzag-train", tuple("0123456789"))
-    with pytest.raises(DataError, match=r"zigzag/test_images\.npy is missing.*fetch\(\"mnist-c\"\)"):
+    with pytest.raises(DataError, match=r"zigzag/test_images\.npy, which is missing.*fetch\(\"mnist-c\"\)"):
         mnist_c("zigzag", "test", tmp_path)
     for labels, found in ((np.arange(5), r"int64 \[5\]"), (np.full(6, 0.5), r"float64 \[6\]")):
         np.save(folder / "train_labels.npy", labels)
-        with pytest.raises(DataError, match=rf"train_labels\.npy.*{found}.*6"):
+        with pytest.raises(DataError, match=rf"6 integer.*train_labels\.npy.*{found}"):
             mnist_c("zigzag", "train", tmp_path)
     for wrong in (random_images(6, 32, 32), random_images(6, 28, 28, 3), images / np.float32(255)):
         np.save(folder / "train_images.npy", wrong)
-        with pytest.raises(DataError, match=r"train_images\.npy.*\[N, 28, 28, 1\]"):
+        with pytest.raises(DataError, match=r"\[N, 28, 28, 1\].*train_images\.npy"):
             mnist_c("zigzag", "train", tmp_path)
     with pytest.raises(DataError, match=r"MNIST-C.*'valid'"):
         mnist_c("zigzag", "valid", tmp_path)
@@ -277,7 +277,7 @@ def test_mnist_m_from_the_released_archive(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"MNIST-M.*'valid'"):
         mnist_m("valid", tmp_path)
     lay_out_mnist_labels(tmp_path, [7, 2, 1])
-    with pytest.raises(DataError, match=r"keras_mnistm\.pkl\.gz.*4 images.*3 labels"):
+    with pytest.raises(DataError, match=r"keras_mnistm\.pkl\.gz.*labels, 3, got 4"):
         mnist_m("test", tmp_path)
     for wrong in ({"train": images[:4]}, {"test": images.astype("<f4")}, {"test": images[:, :20].copy()}):
         path.write_bytes(gzip.compress(python2_pickle(wrong)))
@@ -289,7 +289,7 @@ def test_mnist_m_from_the_released_archive(tmp_path: Path) -> None:
 
 
 def test_mnist_m_from_image_folders(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"keras_mnistm\.pkl\.gz is missing"):
+    with pytest.raises(DataError, match=r"keras_mnistm\.pkl\.gz, which is missing"):
         mnist_m("test", tmp_path)
     images = random_images(10, 28, 28, 3)
     images[:] = images[..., :1]  # in colour also where no picture has any
@@ -302,7 +302,7 @@ def test_mnist_m_from_image_folders(tmp_path: Path) -> None:
     assert split.labels.tolist() == list(range(10))
     (tmp_path / "MNISTM/test/4/0.png").unlink()
     (tmp_path / "MNISTM/test/4").rmdir()
-    with pytest.raises(DataError, match=r"9 class folders.*10 class"):
+    with pytest.raises(DataError, match=r"10 class.*9 class folders"):
         mnist_m("test", tmp_path)
 
 
@@ -332,10 +332,10 @@ def test_emnist_da_keeps_the_numeric_order_of_classes(tmp_path: Path) -> None:
 
 def test_emnist_da_needs_only_the_split_asked_for_and_all_its_classes(tmp_path: Path) -> None:
     lay_out_emnist_da(tmp_path)
-    with pytest.raises(DataError, match=r"12 class.*\.\.\. 46"):
+    with pytest.raises(DataError, match=r"\.\.\. 46.*12 class"):
         emnist_da("sky", "test", tmp_path)
     for split in ("train", "valid"):
-        with pytest.raises(DataError, match=f"EMNIST/sky/{split} is missing"):
+        with pytest.raises(DataError, match=f"EMNIST/sky/{split}, .*missing"):
             emnist_da("sky", split, tmp_path)
     with pytest.raises(DataError, match=r"EMNIST-DA.*'all'"):
         emnist_da("sky", "all", tmp_path)

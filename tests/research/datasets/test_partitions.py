@@ -44,10 +44,10 @@ def test_emnist_with_nothing_to_spare_has_no_validation() -> None:
     train, validation = emnist_source(labels, train=20, validation=4)
     assert len(train) == 940
     assert validation is None
-    with pytest.raises(DataError, match=r"class 0.*20.*21"):
+    with pytest.raises(DataError, match=r"21.*20.*class 0"):
         emnist_source(labels, train=21)
     assert emnist_source(labels, train=10, validation=0)[1] is None
-    with pytest.raises(DataError, match=r"class 3.*19.*20"):
+    with pytest.raises(DataError, match=r"20.*19.*class 3"):
         emnist_source(labels[torch.arange(940) != 79], train=20)
 
 
@@ -80,7 +80,7 @@ def test_parts_that_would_be_empty() -> None:
     with pytest.raises(DataError, match="would be empty"):
         fractions(5)
     for size in (0, 10):
-        with pytest.raises(DataError, match="cannot hold"):
+        with pytest.raises(DataError, match="hold out"):
             held_out(10, size)
 
 
@@ -93,7 +93,7 @@ def test_few_shot_draws_so_many_of_each_class(values: list[int], seed: int) -> N
     assert len(set(chosen.tolist())) == len(chosen)
     assert Counter(labels[chosen].tolist()) == dict.fromkeys(set(values), fewest)
     assert chosen.equal(few_shot(labels, fewest, seed))
-    with pytest.raises(DataError, match="too few to draw"):
+    with pytest.raises(DataError, match="Ask for less"):
         few_shot(labels, fewest + 1, seed)
 
 

@@ -78,7 +78,7 @@ def test_few_shots_of_a_hospital(tmp_path: Path) -> None:
     assert len({part.path(i) for i in range(4)}) == 4
     assert (part.name, part.classes) == ("camelyon17-hospital-1", ("normal", "tumour"))
     write_png(part.path(0), random_images(1, 50, 96, 3)[0])
-    with pytest.raises(DataError, match="50 x 96 pixels"):
+    with pytest.raises(DataError, match="got 50 x 96"):
         part[0]
 
 
@@ -90,19 +90,19 @@ def test_a_transform_is_applied(tmp_path: Path) -> None:
 
 
 def test_camelyon_damage(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"metadata\.csv is missing.*fetch\(\"camelyon17\"\)"):
+    with pytest.raises(DataError, match=r"metadata\.csv, which is missing.*fetch\(\"camelyon17\"\)"):
         camelyon17(3, tmp_path)
-    with pytest.raises(DataError, match=r"hospitals.*got 5"):
+    with pytest.raises(DataError, match=r"hospital.*got 5"):
         camelyon17(5, tmp_path)
     lay_out_camelyon(tmp_path)
     table = tmp_path / "CAMELYON17/camelyon17_v1.0/metadata.csv"
     whole = table.read_text()
     hospital = camelyon17(3, tmp_path)
     hospital.path(1).unlink()
-    with pytest.raises(DataError, match=r"patch_patient_064_node_0_x_3360_y_21792\.png is missing"):
+    with pytest.raises(DataError, match=r"patch_patient_064_node_0_x_3360_y_21792\.png, which is missing"):
         hospital[1]
     write_png(hospital.path(2), random_images(1, 50, 96, 3)[0])
-    with pytest.raises(DataError, match="50 x 96 pixels"):
+    with pytest.raises(DataError, match="got 50 x 96"):
         hospital[2]
     table.write_text(whole[:-9] + "\n")
     with pytest.raises(DataError, match=r"metadata\.csv.*line 31"):
@@ -111,10 +111,10 @@ def test_camelyon_damage(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"metadata\.csv.*line 32"):
         camelyon17(3, tmp_path)
     table.write_text(whole.replace("center", "hospital"))
-    with pytest.raises(DataError, match="no column 'center'"):
+    with pytest.raises(DataError, match="no 'center'"):
         camelyon17(3, tmp_path)
     table.write_text(whole.splitlines()[0])
-    with pytest.raises(DataError, match=r"no patch.*hospital 3"):
+    with pytest.raises(DataError, match=r"patches of hospital 3"):
         camelyon17(3, tmp_path)
     for hospital in ("three", "inf"):
         table.write_text(whole.replace(",3,0\n", f",{hospital},0\n", 1))
@@ -122,7 +122,7 @@ def test_camelyon_damage(tmp_path: Path) -> None:
             camelyon17(3, tmp_path)
     for label, found in ((2, "0 to 2"), (-1, "-1 to 0")):
         table.write_text(whole.replace(",1,30,3,0", f",{label},30,3,0"))
-        with pytest.raises(DataError, match=f"labels from {found}"):
+        with pytest.raises(DataError, match=f"got {found}"):
             camelyon17(3, tmp_path)
     with pytest.raises(DataError, match=r"1 images.*2 labels"):
         ImageFiles(tmp_path, ["a.png"], torch.tensor([0, 1]), "set", ("a", "b"))
@@ -177,19 +177,19 @@ def test_visda_without_label_shift(tmp_path: Path) -> None:
 
 
 def test_visda_damage(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"VisDA-C/train/image_list\.txt is missing"):
+    with pytest.raises(DataError, match=r"VisDA-C/train/image_list\.txt, which is missing"):
         visda_c("train", tmp_path)
-    with pytest.raises(DataError, match="no split called 'test'"):
+    with pytest.raises(DataError, match=r"split.*got 'test'"):
         visda_c("test", tmp_path)
     lay_out_visda(tmp_path)
     table = tmp_path / "VisDA-C/train/image_list.txt"
     for text in ("no-label\n", "a.png twelve\n", " 3\n"):
         table.write_text(text)
-        with pytest.raises(DataError, match=r"image_list\.txt.*line 1"):
+        with pytest.raises(DataError, match=r"line 1.*image_list\.txt"):
             visda_c("train", tmp_path)
     table.write_text("a.png 12\n")
-    with pytest.raises(DataError, match="expected 0 to 11"):
+    with pytest.raises(DataError, match="from 0 to 11"):
         visda_c("train", tmp_path)
     table.write_text("\n")
-    with pytest.raises(DataError, match="lists 0 images"):
+    with pytest.raises(DataError, match="got 0 images"):
         visda_c("train", tmp_path)

@@ -119,7 +119,7 @@ def test_wrong_input_is_one_sentence(inputs: Tensor) -> None:
         draw_activations(tiny(outputs=4), inputs, profile, device="cpu")
     with pytest.raises(ProfileError, match="middle"):
         draw_activations(model, inputs, profile, taps=("middle",), device="cpu")
-    with pytest.raises(DataError, match="does not take inputs"):
+    with pytest.raises(DataError, match="that the model takes"):
         draw_activations(model, inputs[:, :2], profile, device="cpu")
     broken = tiny()
     with torch.no_grad():

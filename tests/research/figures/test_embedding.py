@@ -122,7 +122,7 @@ def test_wrong_input_is_one_sentence(setting: tuple[nn.Module, Pair, Pair, shift
         draw(classes=[1, 9])
     with pytest.raises(DataError, match="at least 10"):
         draw(samples=3)
-    with pytest.raises(DataError, match="no labels"):
+    with pytest.raises(DataError, match="Expected labels in"):
         draw(target=target[0])
     with pytest.raises(DataError, match="class number"):
         draw(target=(target[0], target[1].float()))

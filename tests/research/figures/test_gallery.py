@@ -172,7 +172,7 @@ def test_what_cannot_be_drawn_is_one_sentence(home: Path, tmp_path: Path) -> Non
         drawn("patches", home, methods=["bufr"])
     with pytest.raises(DataError, match="source model"):
         drawn("moved", home, methods=["shot"])
-    with pytest.raises(DataError, match="no store"):
+    with pytest.raises(DataError, match="Expected a store"):
         gallery.draw("dots", Request(TINY, tmp_path, root=tmp_path))
     with pytest.raises(DataError, match="sideways"):
         drawn("shots", home, shifts=["sideways"])
@@ -223,7 +223,7 @@ def test_the_command_writes_what_it_says(
     for wrong, said in (
         (["pie", TINY], "unknown figure"),
         (["dots", TINY, "--out", "c.pdf"], ".png or .svg"),
-        (["dots", TINY, "--folder", "nowhere"], "no store"),
+        (["dots", TINY, "--folder", "nowhere"], "Expected a store"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["figure", *wrong[:2], *shared, *wrong[2:]])

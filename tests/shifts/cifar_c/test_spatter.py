@@ -8,7 +8,6 @@ import torch
 from scipy import ndimage
 from torch import Tensor
 
-from shiftmend.errors import DataError
 from shiftmend.shifts import primitives
 from shiftmend.shifts.cifar_c import SHIFTS, box_mean, canny, equalise, shine, spatter
 
@@ -198,16 +197,3 @@ def test_mud_covers_in_its_colour(severity: int) -> None:
     bare = np.broadcast_to(cover == 0, result.shape)
     assert (difference[~bare] != 0).mean() < 0.05
     assert np.array_equal(result[bare], images.numpy()[bare])
-
-
-def test_an_unknown_liquid_is_refused() -> None:
-    with pytest.raises(DataError, match="water and mud"):
-        spatter(
-            random_images(1, 3, 32, 32),
-            generator=generator(),
-            liquid="oil",
-            mean=0.6,
-            deviation=0.1,
-            sigma=1.0,
-            threshold=0.7,
-        )

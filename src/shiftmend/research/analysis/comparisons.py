@@ -1,4 +1,4 @@
-"""Paired tests of two methods over the seeds both have run: is one better, or were its seeds luckier?"""
+"""Paired tests of two methods over common seeds: is one better, or is the difference chance?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HIGHER_IS_BETTER = ("accuracy",)
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two methods on one shift, or where `shift` is None over all shifts that both have run."""
+    """Two methods on one shift, or over all common shifts if `shift` is None."""
 
     benchmark: str
     protocol: str
@@ -29,20 +29,20 @@ class Comparison:
     second: str
     shift: str | None
     pairs: int
-    """Seeds done by both."""
+    """Number of seeds that both have run."""
     difference: float | None
-    """Mean over the pairs, of the first less the second; None without any."""
+    """Mean of first minus second over the pairs; None without pairs."""
     deviation: float | None
-    """Standard deviation of the differences (of a sample, n - 1); None for fewer than two."""
+    """Sample standard deviation of the differences; None for fewer than two."""
     p: float | None
-    """The p-value of a two-sided paired t-test, as if it were the only one; None where `remark` says why."""
+    """The p-value of a two-sided paired t-test, not corrected; None if `remark` says why."""
     corrected: float | None
-    """`p` after Holm's correction for the number of shifts. Over all shifts, which is a single test, `p` itself."""
+    """`p` after Holm's correction for the number of shifts. Over all shifts, which is one test, `p` itself."""
     verdict: str
     """Either `NAME better`, `no difference shown` or `too few seeds`."""
     remark: str = ""
     shifts: int = 1
-    """The number of shifts of the pairs; over all shifts it may be fewer than the benchmark has."""
+    """Number of shifts of the pairs; over all shifts it may be smaller than the benchmark's."""
 
     def over(self, known: int) -> str:
         """Name the row of a table; `known` is the number of the benchmark's shifts."""
@@ -60,7 +60,7 @@ def compare(
     *,
     level: float = 0.05,
 ) -> list[Comparison]:
-    """Compare two methods within each benchmark and protocol: one entry a shift, then one over all shifts.
+    """Compare two methods within each benchmark and protocol: one entry per shift, then one over all shifts.
 
     The p-values of all shifts in a table are corrected by Holm's method. A difference is significant if its corrected
     p-value is below `level`. Over all shifts, a pair consists of the two means of one seed, over the shifts that both
@@ -68,11 +68,11 @@ def compare(
     """
     if metric not in METRICS or which not in get_args(Which):
         raise DataError(
-            f"cannot compare by {which} {metric}; expected one of {', '.join(get_args(Which))} "
-            f"and one of {', '.join(METRICS)}"
+            f"Expected one of {', '.join(get_args(Which))} and one of {', '.join(METRICS)} to compare by, got {which} "
+            f"{metric}."
         )
     if first == second:
-        raise DataError(f"cannot compare {first} with itself; name two methods")
+        raise DataError(f"Expected two methods to compare, got {first} twice. Name another.")
     scores: dict[str, dict[Cell, float]] = {first: {}, second: {}}
     for cell, result in index_by_place(results).items():
         outcome: Outcome | None = getattr(result, which)
@@ -80,7 +80,9 @@ def compare(
             scores[cell.method][replace(cell, method="")] = getattr(outcome, metric)
     lacking = [method for method, cells in scores.items() if not cells]
     if lacking:
-        raise DataError(f"no finished result of {' and '.join(lacking)} has a {which} {metric}; run it first")
+        raise DataError(
+            f"Expected finished results of {' and '.join(lacking)} with a {which} {metric}, got none. Run it first."
+        )
     tables = sorted({(cell.benchmark, cell.protocol) for cells in scores.values() for cell in cells})
     return [
         comparison
@@ -98,7 +100,7 @@ def compare(
 
 
 def leads(compared: Iterable[Comparison], metric: str) -> tuple[int, int]:
-    """Count the comparisons in which the first and the second are better, shown by the test or not."""
+    """Count the comparisons in which the first and the second are better, significant or not."""
     sign = 1 if metric in HIGHER_IS_BETTER else -1
     ahead = [sign * one.difference for one in compared if one.difference is not None]
     return sum(lead > 0 for lead in ahead), sum(lead < 0 for lead in ahead)
@@ -121,13 +123,14 @@ def index_by_place(results: Iterable[Result]) -> dict[Cell, Result]:
         recipe = found.setdefault(place, result).cell.recipe
         if recipe != result.cell.recipe:
             raise DataError(
-                f"there are results of two recipes for {place} ({recipe} and {result.cell.recipe}); choose those of one"
+                f"Expected results of one recipe for {place}, got two: {recipe} and {result.cell.recipe}. Choose those "
+                "of one."
             )
         origin = origins.setdefault((place.benchmark, place.shift), result.origin)
         if origin != result.origin:
             raise DataError(
-                f"the images of {place.shift} are {origin} for some results and {result.origin} for others; "
-                "choose those of one origin"
+                f"Expected images of {place.shift} of one origin, got {origin} and {result.origin}. Choose those of "
+                "one."
             )
     return found
 
@@ -174,7 +177,7 @@ def _over_all_shifts(
 def _test(
     table: tuple[str, str], first: str, second: str, shift: str | None, pairs: Sequence[tuple[float, float]]
 ) -> Comparison:
-    """Test two methods on paired scores. Correction for several tests and verdict are filled in by the caller."""
+    """Test two methods on paired scores. The caller adds the correction and the verdict."""
     values = np.asarray(pairs, dtype=np.float64).reshape(-1, 2)
     # Infinities have a remark of their own.
     with np.errstate(invalid="ignore"):
@@ -195,7 +198,7 @@ def _test(
 
 
 def _bound_rounding(largest: float) -> float:
-    """Bound the deviation of differences that are equal but for the rounding of scores in a compact file.
+    """Bound the deviation of differences that are equal except for rounded scores in a compact file.
 
     Each score is off by at most half a unit of its last digit, hence a difference by a unit, and the deviation of two
     differences is at most the square root of 2 times that.

@@ -1,9 +1,8 @@
 """Correlations over results: restoration with calibration, and label-free signals with accuracy.
 
-Signals are also tried as judges: can one tell a good adaptation from a bad one without labels? Which side of a signal
-should be good is fixed beforehand, not fitted: an area under the curve below one half is a signal that misleads. A
-threshold is found with labels, and so flatters itself on the cells it was found on; what counts is how it does on
-shifts that had no part in it.
+Signals are also tested as judges: can one tell a good adaptation from a bad one without labels? The good side of a
+signal is fixed beforehand: an area under the curve below one half means a misleading signal. A threshold is found with
+labels, which flatters it on the same cells; so it is tested on shifts that were left out.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from shiftmend.research.analysis.comparisons import index_by_place
 from shiftmend.research.bench.benchmark import CLEAN, SIGNALS, UNADAPTED, Cell, Outcome, Result, Which, sees_labels
 
 FEWEST_POINTS = 3
-"""Two points always correlate by 1 or -1."""
+"""Smallest number of points, since two always correlate by 1 or -1."""
 
 HIGH_IS_GOOD = ("confidence",)
-"""Signals of which a high value should be good; of the others a low one."""
+"""Signals whose high values should be good; for the others, low values."""
 
 TOGETHER = ("slices", "marginals")
-"""A method can fool either by aligning what it sees: marginals by scrambling features, slices by their covariance."""
+"""Signals that a method can each fool by aligning it: marginals by scrambling features, slices by their covariance."""
 
 MARGIN = 0.1
-"""A good cell is at most this much less accurate than the source model at home."""
+"""Largest loss of accuracy, compared with the source model at home, of a good cell."""
 
 
 @dataclass(frozen=True)
 class Correlation:
-    """Spearman's coefficient over some points; where it is None, `remark` says why."""
+    """Spearman's coefficient; if it is None, `remark` says why."""
 
     value: float | None
     points: int
@@ -50,16 +49,16 @@ class RestorationAndCalibration:
     means: Mapping[str, tuple[float, float]]
     """Restoration distance, and ECE as a fraction, of each method."""
     places: int
-    """Shifts x seeds that every one of these methods has done, over which the means are."""
+    """Number of pairs of shift and seed that all methods have, over which the means are taken."""
     without: tuple[str, ...] = ()
-    """Variants that were left out for the sake of the others, which have nothing in common with all of them."""
+    """Variants that were left out because they share nothing with all others."""
 
 
 @dataclass(frozen=True)
 class SignalAndAccuracy:
     """The correlation of a label-free signal with accuracy: over the methods and seeds of a shift, and over all cells.
 
-    The two may well differ: a signal can tell easy shifts from hard ones without telling good methods from bad ones.
+    The two may differ: a signal can separate easy from hard shifts without separating good from bad methods.
     """
 
     within_shifts: float | None
@@ -81,7 +80,7 @@ def restoration_and_calibration(
     from another.
     """
     if which not in get_args(Which):
-        raise DataError(f"there is no {which!r} outcome; expected one of {', '.join(get_args(Which))}")
+        raise DataError(f"Expected the outcome to be one of {', '.join(get_args(Which))}, got {which!r}.")
     points: dict[str, dict[tuple[str, int], tuple[float, float]]] = {}
     for cell, result in _one_table(results).items():
         outcome: Outcome | None = getattr(result, which)
@@ -135,7 +134,7 @@ def correlate(first: Sequence[float], second: Sequence[float]) -> Correlation:
     """Compute Pearson's coefficient of the ranks, ties having their average rank. NaN has no rank; infinities do."""
     points = len(first)
     if points != len(second):
-        raise DataError(f"cannot correlate {points} values with {len(second)}; expected as many")
+        raise DataError(f"Expected as many values of both to correlate, got {points} and {len(second)}.")
     if points < FEWEST_POINTS:
         return Correlation(None, points, f"too few points, expected at least {FEWEST_POINTS}")
     values = np.asarray([first, second], dtype=np.float64)
@@ -148,13 +147,13 @@ def correlate(first: Sequence[float], second: Sequence[float]) -> Correlation:
 
 
 def ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Rank values from 1 for the smallest; equal values share the mean of the ranks that they take up."""
+    """Rank values from 1 for the smallest; equal values share their mean rank."""
     _, position, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[position]
 
 
 def _intersect(points: Iterable[Mapping[tuple[str, int], object]]) -> list[tuple[str, int]]:
-    """List the shifts and seeds that all have."""
+    """List the common shifts and seeds."""
     places = [set(of) for of in points]
     return sorted(set.intersection(*places)) if places else []
 
@@ -168,24 +167,24 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _one_table(results: Iterable[Result]) -> dict[Cell, Result]:
-    """Map cells to finished results, all of one benchmark and protocol: others have other scales of everything."""
+    """Map cells to finished results, which must be of one benchmark and protocol, since others have other scales."""
     table = index_by_place(results)
     names = sorted({f"{cell.benchmark} ({cell.protocol})" for cell in table})
     if len(names) > 1:
-        raise DataError(f"the results are of several tables: {', '.join(names)}; choose those of one")
+        raise DataError(f"Expected results of one table, got several: {', '.join(names)}. Choose those of one.")
     return table
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Decisions on each shift by the threshold found on the others, put together."""
+    """Decisions on each shift by the threshold found on the others, combined."""
 
     balanced: float
-    """Balanced accuracy: the mean of the shares of good ones accepted and of bad ones rejected."""
+    """Balanced accuracy: the mean of the shares of good cells accepted and of bad cells rejected."""
     bad_accepted: float
-    """The share of the bad ones."""
+    """Share of bad cells that were accepted."""
     good_rejected: float
-    """The share of the good ones."""
+    """Share of good cells that were rejected."""
     shifts: int
     """The number of shifts that could be judged: the others have both good and bad cells."""
 
@@ -198,9 +197,9 @@ class Judge:
     good: int
     bad: int
     area: float | None = None
-    """The area under the ROC curve: how often a good cell has the better signal; ties count one half."""
+    """Area under the ROC curve: the probability that a good cell has the better signal; ties count one half."""
     threshold: float | None = None
-    """The value of the signal with the best balanced accuracy; the strictest of equals. NaN accepts nothing."""
+    """Value of the signal with the best balanced accuracy; the strictest of equals. NaN accepts nothing."""
     balanced: float | None = None
     held_out: HeldOut | None = None
     second: tuple[str, float] | None = None
@@ -226,7 +225,7 @@ def find_near_clean(results: Iterable[Result], clean: Iterable[Result], margin: 
 
 
 def find_helped(results: Iterable[Result]) -> dict[Cell, bool]:
-    """Call a cell good if it is more accurate than the model that was not adapted, on the same shift and seed."""
+    """Call a cell good if it is more accurate than the unadapted model on the same shift and seed."""
     judged = _select_judged(results)
     found = {}
     for cell, result in judged.items():
@@ -237,7 +236,7 @@ def find_helped(results: Iterable[Result]) -> dict[Cell, bool]:
 
 
 def judges(results: Iterable[Result], good: Mapping[Cell, bool]) -> dict[str, Judge]:
-    """Try each signal, and two `TOGETHER`, as a judge of the cells in `good`, as far as it was measured on them."""
+    """Test each signal, and the two of `TOGETHER`, as judges of the cells in `good`."""
     judged = _select_judged(results)
     found = {}
     for signal in SIGNALS:
@@ -252,7 +251,7 @@ def judges(results: Iterable[Result], good: Mapping[Cell, bool]) -> dict[str, Ju
 
 
 def judge(signal: str, values: Sequence[float], good: Sequence[bool], shifts: Sequence[str]) -> Judge:
-    """Try one signal over cells. A value that is not a number is the worst there is: its run has diverged."""
+    """Test one signal over cells. NaN, from a diverged run, is the worst value."""
     sign = -1.0 if signal in HIGH_IS_GOOD else 1.0
     costs = [math.inf if math.isnan(value) else sign * value for value in values]
     made = Judge(signal, sum(good), len(good) - sum(good))
@@ -267,7 +266,7 @@ def judge(signal: str, values: Sequence[float], good: Sequence[bool], shifts: Se
 def judge_together(
     first: Sequence[float], second: Sequence[float], good: Sequence[bool], shifts: Sequence[str]
 ) -> Judge:
-    """Try both signals of `TOGETHER` over cells: accepted is what both accept."""
+    """Test both signals of `TOGETHER` over cells; a cell is accepted if both accept it."""
     made = Judge(TOGETHER[0], sum(good), len(good) - sum(good))
     if not (made.good and made.bad):
         return made
@@ -298,17 +297,17 @@ def area(costs: Sequence[float], good: Sequence[bool]) -> float:
 def best_threshold(costs: Sequence[float], good: Sequence[bool]) -> tuple[float, float]:
     """Find the cost to accept up to, and its balanced accuracy; both kinds must occur.
 
-    The threshold is the midpoint of two neighbouring costs. Where nothing beats chance it is NaN: accept nothing.
+    The threshold is the midpoint of two neighbouring costs. If nothing beats chance, it is NaN, which accepts nothing.
     """
     values, position = np.unique(np.asarray(costs, dtype=np.float64), return_inverse=True)
     chosen = np.asarray(good, dtype=bool)
     accepted_good = np.cumsum(np.bincount(position[chosen], minlength=len(values)))
     accepted_bad = np.cumsum(np.bincount(position[~chosen], minlength=len(values)))
     number, others = int(chosen.sum()), int((~chosen).sum())
-    # Whole numbers, so that equals are equal.
+    # Integers make equal values exactly equal.
     gains = accepted_good * others - accepted_bad * number
     best = int(np.argmax(gains))
-    # To accept nothing is as good, and stricter.
+    # Accepting nothing is as good, and stricter.
     if gains[best] <= 0:
         return math.nan, 0.5
     return _go_half_way(values, best), 0.5 + float(gains[best]) / (2 * number * others)
@@ -349,9 +348,10 @@ def _go_half_way(values: NDArray[np.float64], index: int) -> float:
 def _hold_out(
     decide: Callable[[NDArray[np.bool_], list[bool]], NDArray[np.bool_]], good: Sequence[bool], shifts: Sequence[str]
 ) -> HeldOut | None:
-    """Judge each shift by a rule that was learnt from all other shifts.
+    """Judge each shift by a rule learnt from all other shifts.
 
-    `decide` gets a mask of the cells to learn from, with their kinds, and tells for each cell whether it is accepted.
+    `decide` gets a mask of the cells to learn from and whether each of these is good. It returns a mask of the accepted
+    cells.
     """
     chosen, where = np.asarray(good, dtype=bool), np.asarray(shifts)
     decided = np.zeros(len(chosen), dtype=bool)

@@ -1,6 +1,6 @@
-"""Two problems small enough to see through: one that aligning features solves, one that it cannot (appendix C).
+"""Two transparent problems: one that aligning features solves, and one that it cannot (appendix C).
 
-They are for the documentation and for tests. Data and training are drawn from `seed` alone.
+They are for the documentation and for tests. Data and training depend only on `seed`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def offset_toy(
     """
     _check_samples(samples)
     if not 0 < positives < 1:
-        raise DataError(f"the share of positives must lie between 0 and 1, got {positives!r}")
+        raise DataError(f"Expected the share of positives to lie between 0 and 1, got {positives!r}.")
     generator = torch.Generator().manual_seed(seed)
 
     def draw(share: float, shift: float) -> tuple[Tensor, Tensor]:
@@ -58,8 +58,8 @@ def offset_toy(
 def rotation_toy(degrees: float = 90.0, *, samples: int = 2000, seed: int = 0) -> Toy:
     """Make X from L, a standard Gaussian in the plane, turned by E; Y is the sign of L's first component.
 
-    A turned Gaussian is the same Gaussian: the inputs are distributed alike at any E, hence so are the features of any
-    network and every projection of them. Nothing but labels could tell that they mean something else.
+    A rotated standard Gaussian is the same distribution: inputs, and so the features of any network and all their
+    projections, are distributed in the same way for any E. Only labels could reveal the shift.
     """
     _check_samples(samples)
     generator = torch.Generator().manual_seed(seed)
@@ -76,11 +76,11 @@ def rotation_toy(degrees: float = 90.0, *, samples: int = 2000, seed: int = 0) -
 
 def _check_samples(samples: int) -> None:
     if samples < 2:
-        raise DataError(f"a toy needs at least 2 samples at either site, got {samples!r}")
+        raise DataError(f"Expected at least 2 samples at either site, got {samples!r}.")
 
 
 def _linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
-    """Initialise a layer from the toy's own generator; the global one is left alone."""
+    """Initialise a layer from the toy's own generator, without using the global one."""
     layer: nn.Linear = nn.utils.skip_init(nn.Linear, inputs, outputs)
     for parameter in layer.parameters():
         nn.init.uniform_(parameter, -1 / math.sqrt(inputs), 1 / math.sqrt(inputs), generator=generator)

@@ -1,1 +1,1 @@
-"""Benchmarks: plan the cells, run them, store the results, and set them beside the paper's."""
+"""Benchmarks: plan the cells, run them, store the results, and compare them with the paper's."""

@@ -1,4 +1,4 @@
-"""One cell: adapt under a protocol, score, and write down everything that a table or a question may ask for later."""
+"""One cell: adapt under a protocol, score, and record everything that tables may need later."""
 
 from __future__ import annotations
 
@@ -53,23 +53,23 @@ from shiftmend.verification import signals
 SCORING_BATCH_SIZE = 2048
 
 MAX_UNUSED_BYTES = 16 << 30
-"""GPU memory that a run may keep without using it; to release each cell's at once would cost time."""
+"""Largest unused GPU memory that a run may keep; releasing it after each cell would cost time."""
 
 Tick = Callable[[int, int], None]
-"""Called with the epochs (online: batches) done, and how many there will be; 0 if the number is not known."""
+"""Function that is called with the number of finished epochs (online: batches), and their total; 0 if unknown."""
 
 
 def run_cell(
     resources: Resources, cell: Cell, *, rates: Sequence[float] | None = None, tick: Tick | None = None
 ) -> Result:
-    """Run a cell; an error in it becomes a failed result, so that the other cells go on."""
+    """Run a cell; an error becomes a failed result, so that the other cells continue."""
     started = time.perf_counter()
     manifest: dict[str, Any] = {"environment": environment(resources.device)}
     result = Result(cell, resources.benchmark.origin(cell.shift, resources.root), manifest=manifest)
     with collect_warnings() as warnings:
         try:
             given = _gather(resources, cell, manifest)
-            # What many cells share is no part of this cell's time and memory, whichever cell is the first.
+            # Shared resources do not count towards this cell's time and memory, even if it is the first to use them.
             started = time.perf_counter()
             reset_peak_memory(resources.device)
             tick = tick or (lambda done, total: None)
@@ -81,7 +81,7 @@ def run_cell(
             else:
                 result = _run_offline(given, result, candidates, tick)
         except Exception as error:
-            # Hundreds of other cells are waiting, and a method may fail in any way: the error is the result.
+            # Hundreds of other cells are waiting, and a method may fail in any way, so the error is the result.
             text = " ".join(str(error).split()) or "no message"
             named = text if isinstance(error, ShiftmendError) else f"{type(error).__name__}: {text}"
             result = replace(result, error=named)
@@ -96,7 +96,7 @@ def run_cell(
 
 
 def now_in_utc() -> str:
-    """Write the time as in 2022-04-25T09:00:00Z."""
+    """Return the current time in UTC, e.g. 2022-04-25T09:00:00Z."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -124,7 +124,7 @@ class CellInputs:
 
 
 def _gather(resources: Resources, cell: Cell, manifest: dict[str, Any]) -> CellInputs:
-    """Get model, profile and data; facts go into the manifest at once, for cells that fail further on."""
+    """Get model, profile and data; facts are added to the manifest at once, for cells that fail later."""
     benchmark = resources.benchmark
     setting, protocol = settings_of(benchmark, cell.protocol)[cell.method], benchmark.protocols[cell.protocol]
     source, remark = benchmark.source_for(setting, cell.shift), benchmark.source_remark(resources.root)
@@ -172,7 +172,10 @@ def _run_offline(given: CellInputs, result: Result, rates: Sequence[float], tick
             runs.append(run)
             tried.append({"learning_rate": rate, **run.facts()})
     if not runs:
-        raise DataError(f"none of the learning rates {list(rates)} led to a result; the last: {tried[-1]['failed']}")
+        raise DataError(
+            f"Expected a result with one of the learning rates {list(rates)}, got none. The last failed: "
+            f"{tried[-1]['failed']}"
+        )
     kept = runs[choose([run.kept for run in runs], entropy_may_decide=runs[0].choice.entropy_may_decide)]
     best_run = max(runs, key=lambda run: run.best.accuracy)
     adapted = kept.adaptation.model
@@ -260,11 +263,11 @@ def take_site(target: Target, test: Images) -> Target:
 
 
 def divide_target(target: Target, protocol: Offline, takes_labels: bool, seed: int) -> Target:
-    """Divide the target into a part to adapt to and a part to score on, as the protocol says."""
+    """Split the target into a part to adapt to and a part to score on, according to the protocol."""
     adapt, score, clean = target.adapt, target.score, target.clean
     if takes_labels and (adapt is score) != (protocol.supervised_parts is not None):
         raise DataError(
-            "Expected supervised_parts only if one set is both adapted to and scored on. Otherwise labels of the "
+            "Expected supervised_parts only where one set is both adapted to and scored on. Otherwise labels of the "
             "training data are scored."
         )
     if takes_labels and protocol.supervised_parts is not None:
@@ -281,9 +284,9 @@ def _count_on(tick: Tick, number: int, runs: int) -> Tick:
 
 
 class ScoredAdaptation:
-    """One adaptation with the scores of some of its epochs, and the epoch that a choice without labels keeps.
+    """One adaptation with the scores of some of its epochs, and the epoch that is selected without labels.
 
-    The choice looks at all epochs, scored or not, as `adapt(keep="selected")` does.
+    The selection considers all epochs, scored or not, as `adapt(keep="selected")` does.
     """
 
     adaptation: Adaptation
@@ -298,7 +301,7 @@ class ScoredAdaptation:
 
     def adapt(self, data: Images, tick: Tick) -> None:
         given = self.given
-        # BUFR has so many epochs a block, and the number of blocks is not known here.
+        # The number of blocks of BUFR, and so of its epochs, is unknown here.
         epochs = int(self.options.get("epochs", self.options.get("passes", 0)))
         evaluate = shiftmend.Evaluator(
             labelled(self.scored),
@@ -331,7 +334,7 @@ class ScoredAdaptation:
             **self.options,
         )
         if self.adaptation.interrupted or self.adaptation.after is None:
-            # Ctrl-C was pressed; a second one while the adaptation was verified leaves no `after`.
+            # Ctrl-C was pressed; a second one during the verification leaves no `after`.
             raise KeyboardInterrupt
         if self.adaptation.history[-1].epoch not in self.outcomes:
             self._note(self.adaptation.history[-1].epoch, evaluate(self.adaptation.model))
@@ -348,7 +351,7 @@ class ScoredAdaptation:
 
     @property
     def kept(self) -> Epoch:
-        """The epoch that is chosen without labels."""
+        """The epoch that is selected without labels."""
         assert self.choice.kept is not None, "epoch 0 is a candidate already"
         return self.choice.kept
 
@@ -358,11 +361,11 @@ class ScoredAdaptation:
 
     @property
     def best(self) -> Outcome:
-        """The highest accuracy of the scored epochs, and of equals the first."""
+        """Scores of the first epoch with the highest accuracy."""
         return max((self.outcomes[epoch] for epoch in sorted(self.outcomes)), key=lambda outcome: outcome.accuracy)
 
     def facts(self) -> dict[str, Any]:
-        """List what a choice between several runs goes by, and where this run ended."""
+        """List the facts for a choice among several runs, and the end of this run."""
         judged = {
             "epoch": self.kept.epoch,
             "verification": self.kept.verification,
@@ -388,10 +391,10 @@ def list_reliability(scores: Scores) -> list[dict[str, Any]]:
 
 
 def _run_online(given: CellInputs, result: Result, rates: Sequence[float], tick: Tick) -> Result:
-    """Make one pass for each learning rate. There are no epochs to choose from.
+    """Run one pass for each learning rate. There are no epochs to choose from.
 
     Among several rates, `last` and `selected` belong to the rate whose final model is closest to home by its slices.
-    `best` belongs to the rate with the highest accuracy; the paper chose so, which needs labels.
+    `best` belongs to the rate with the highest accuracy, as in the paper, which needs labels.
     """
     if not rates:
         return _run_stream(given, result, {}, tick)
@@ -407,7 +410,10 @@ def _run_online(given: CellInputs, result: Result, rates: Sequence[float], tick:
             runs.append(run)
             tried.append({"learning_rate": rate, "last": asdict(run.last), "verification": run.signals["slices"]})
     if not runs:
-        raise DataError(f"none of the learning rates {list(rates)} led to a result; the last: {tried[-1]['failed']}")
+        raise DataError(
+            f"Expected a result with one of the learning rates {list(rates)}, got none. The last failed: "
+            f"{tried[-1]['failed']}"
+        )
     kept = min(runs, key=lambda run: _order_slices(run.signals["slices"]))
     best = max(runs, key=lambda run: run.last.accuracy if run.last is not None else 0.0)
     facts = {
@@ -419,7 +425,7 @@ def _run_online(given: CellInputs, result: Result, rates: Sequence[float], tick:
 
 
 def _order_slices(value: float) -> float:
-    """Put a model that has diverged last."""
+    """Return a sort key that puts a diverged model last."""
     return value if math.isfinite(value) else math.inf
 
 
@@ -437,7 +443,7 @@ def _run_stream(given: CellInputs, result: Result, changes: dict[str, float], ti
         given.setting.method,
         preprocess=resources.benchmark.preprocess,
         device=resources.device,
-        guard=False,  # The paper's protocol learns from every batch.
+        guard=False,  # The paper's protocol updates on every batch.
         **{**given.setting.options, **changes},
     )
     whole = ClassificationMetrics(device=resources.device)
@@ -501,14 +507,14 @@ def _score_classes(given: CellInputs, model: nn.Module, images: Images) -> dict[
 
 
 def _measure_restoration(given: CellInputs, adapted: nn.Module, target: Target) -> float | None:
-    """Compute the paper's D for one shift; None where there is no clean version of the scored images."""
+    """Compute the paper's restoration distance D for one shift; None without a clean version of the scored images."""
     clean, seen, source = target.clean, target.score, given.model
     if clean is None:
         return None
     if len(clean) != len(seen) or not torch.equal(labels_of(clean).cpu(), labels_of(seen).cpu()):
         raise DataError(
-            f"{clean.name} is no clean version of {seen.name}: expected the same images, one by one, but number or "
-            "labels differ. Complete the files of both."
+            f"Expected {clean.name} to be the clean version of {seen.name}, image by image, got another number or "
+            "other labels. Complete the files of both."
         )
     distance = RestorationDistance(device=given.resources.device)
     taps = {"features": given.profile.specs["features"]}
@@ -537,15 +543,15 @@ def labels_of(images: Images) -> Tensor:
 
 
 def _digest(images: Images) -> str | None:
-    """Hash images in memory; files, which are read again in every epoch, have no hash."""
+    """Hash images in memory; None for files, which are read again in every epoch."""
     return fingerprints.digest(images.images) if isinstance(images, Split) else None
 
 
 @contextmanager
 def collect_warnings() -> Iterator[list[str]]:
-    """Collect the library's warnings of this thread, each kind once, in place of showing them.
+    """Collect the library's warnings of this thread, each kind once, instead of showing them.
 
-    They are kept with the result: those of hundreds of cells would flood the screen.
+    They are stored with the result, because those of hundreds of cells would flood the screen.
     """
     texts: list[str] = []
     kinds: set[str] = set()
@@ -568,7 +574,7 @@ def collect_warnings() -> Iterator[list[str]]:
 
 
 class _Silence:
-    """Keeps the library's log from the outside while any thread is inside."""
+    """Context that suppresses the library's log while any thread is inside."""
 
     def __init__(self) -> None:
         self._lock, self._inside = threading.Lock(), 0
@@ -596,10 +602,10 @@ _SILENCE = _Silence()
 
 
 def release_unused_memory(device: torch.device) -> None:
-    """Release GPU memory that nothing uses any more, if there is much of it.
+    """Release unused GPU memory, if there is much of it.
 
-    The memory of one CUDA graph is not used for the next: without this a long run ends up with the whole GPU, and other
-    programs on it with nothing. No graph may be captured meanwhile.
+    The memory of one CUDA graph is not reused for the next: a long run would end up with the whole GPU, and leave
+    nothing to other programs. No graph may be captured meanwhile.
     """
     if device.type != "cuda":
         return
@@ -608,17 +614,17 @@ def release_unused_memory(device: torch.device) -> None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start to measure the peak of used memory anew."""
+    """Reset the measurement of peak memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        # Linux: the high-water mark starts anew. Elsewhere the peak is that of the whole process.
+        # On Linux, this resets the high-water mark. Elsewhere the peak is that of the whole process.
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
 
 def measure_peak_memory(device: torch.device) -> int | None:
-    """Measure the most memory in use since the last reset, in bytes; None where the system does not say."""
+    """Return the peak memory since the last reset, in bytes; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):

@@ -1,7 +1,7 @@
 """Execution of tasks (cells, and the source models that they share): here, in processes, in threads of one GPU, on Ray.
 
-Each of `in_this_process`, `in_processes`, `in_gpu_threads` and `on_ray` is a context that gives a function from tasks
-to results. Workers end with the context.
+Each of `in_this_process`, `in_processes`, `in_gpu_threads` and `on_ray` is a context manager that gives a function from
+tasks to results. Workers end with the context.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from shiftmend.utils.files import write_atomically
 from shiftmend.utils.gpu_sharing import share_gpu
 
 SECONDS_BETWEEN_TICKS = 0.1
-"""Progress that comes faster than anyone can see would fill the pipe of a parent that has something else to do."""
+"""Seconds between two progress messages of a worker, so that they do not fill the pipe of a busy parent."""
 
 SECONDS_BETWEEN_PARENT_CHECKS = 0.5
-"""A worker ends itself when its parent is gone, and looks this often."""
+"""Seconds between two checks of a worker whether its parent still exists; it ends itself if not."""
 
 TARGETS_IN_MEMORY = 32
 
 TASKS_PER_COLLECTION = 16
-"""A collection of all garbage takes a tenth of a second, in which no thread gets anywhere."""
+"""Number of tasks between two full garbage collections, each of which stops all threads for a tenth of a second."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The facts about a run that a worker needs; all of them can travel to another machine."""
+    """The facts about a run that a worker needs; all of them can be sent to another machine."""
 
     benchmark: str
     home: str
@@ -61,9 +61,9 @@ class Job:
     device: str = "auto"
     rates: tuple[float, ...] = ()
     threads: int = 0
-    """Threads of torch in each worker; 0 leaves them as they are."""
+    """Number of torch threads in each worker; 0 keeps the default."""
     compile: bool = False
-    """Compile the steps of adaptation, on a GPU."""
+    """Whether to compile the steps of adaptation on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -84,17 +84,17 @@ class Preparation:
 Task = Cell | Preparation
 
 Advance = Callable[[Task, int, int], None]
-"""Called with a task, how much of it is done, and how much there is (0 if the number is not known)."""
+"""Function that is called with a task, its progress, and its total (0 if unknown)."""
 
 Outcomes = Iterator[tuple[Task, Result | None]]
-"""Cells with their results; a preparation has none but its files."""
+"""Cells with their results; a preparation gives None and writes files."""
 
 Execute = Callable[[Iterable[Task]], Outcomes]
-"""Takes a task when there is a worker for it, not before: what comes next may depend on the time."""
+"""Function that takes a task only when a worker is free, because the next task may depend on the time."""
 
 
 def preparation_for(benchmark: Benchmark, cell: Cell) -> Preparation:
-    """Name the source model and the profile that a cell starts from."""
+    """Return the preparation of the source model and the profile that a cell starts from."""
     setting = settings_of(benchmark, cell.protocol)[cell.method]
     source, protocol = benchmark.source_for(setting, cell.shift), benchmark.protocols[cell.protocol]
     rehearsed = protocol if isinstance(protocol, Rehearsed) else None
@@ -102,7 +102,7 @@ def preparation_for(benchmark: Benchmark, cell: Cell) -> Preparation:
 
 
 def list_preparations(benchmark: Benchmark, cells: Sequence[Cell]) -> list[Preparation]:
-    """List the source models that cells need, each once with the profiles of all presets: one worker trains a model."""
+    """List the source models that cells need, each once with the profiles of all presets."""
     presets: dict[Preparation, tuple[str, ...]] = {}
     for one in dict.fromkeys(preparation_for(benchmark, cell) for cell in cells):
         model = replace(one, presets=())
@@ -112,7 +112,7 @@ def list_preparations(benchmark: Benchmark, cells: Sequence[Cell]) -> list[Prepa
 
 @functools.lru_cache(maxsize=1)
 def get_resources(job: Job) -> Resources:
-    """Get the resources of this process; those of another job are given up for them."""
+    """Return the resources of this process; those of another job are dropped."""
     if job.threads:
         torch.set_num_threads(job.threads)
     root = Path(job.root) if job.root else None
@@ -131,7 +131,7 @@ def do_task(job: Job, task: Task, advance: Advance, resources: Resources | None 
         done += 1
         advance(task, done, epochs)
 
-    # A benchmark's source model is trained as published: warnings about it help nobody, and would break the bars.
+    # Warnings about a source model that is trained as published would not help, and would break the progress bars.
     with collect_warnings():
         resources.model(task.source, task.seed, tick)
         for preset in task.presets:
@@ -143,20 +143,20 @@ def do_task(job: Job, task: Task, advance: Advance, resources: Resources | None 
 
 
 def fail_task(job: Job, task: Task, why: str, seconds: float = 0.0) -> Result:
-    """Make a failed result for a cell whose worker is gone; raise for a source model, which other tasks need."""
+    """Make a failed result for a cell whose worker died; raise for a source model, which other tasks need."""
     if isinstance(task, Preparation):
-        raise ShiftmendError(f"{task} could not be made: {why}; run again to go on from what is done")
+        raise ShiftmendError(f"Task {task} could not be made: {why}. Run again to go on from what is done.")
     origin = find(job.benchmark).origin(task.shift, Path(job.root) if job.root else None)
     return Result(task, origin, error=why, seconds=round(seconds, 3), finished=now_in_utc())
 
 
 class TimeLimit:
-    """A limit of time: it starts a task only if the slowest task of the same kind would still fit.
+    """A time limit that starts a task only if the slowest task of the same kind would still fit.
 
-    Cells of one method are of one kind, and so are source models of one recipe. A running task counts with the time it
-    has taken so far. Until a task of a kind has finished, the slowest cell or source model of any kind stands for it.
-    If nothing is known, the task is started. Started tasks are never stopped. Earlier runs do not count, because they
-    may have been on another machine.
+    Cells of one method are of one kind, and so are source models of one recipe. A running task counts with its time so
+    far. Until a task of a kind has finished, the slowest task of any kind stands in for it. Without any information,
+    the task is started. Started tasks are never stopped. Earlier runs do not count, because they may have been on
+    another machine.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class TimeLimit:
         if minutes is not None and not 0 < minutes < float("inf"):
             raise DataError(f"Expected a positive number of minutes for a run, got {minutes}.")
         self.left: list[Cell] = []
-        """Cells that there was no time for."""
+        """Cells for which there was no time."""
         self._benchmark, self._clock = benchmark, clock
         self._end = float("inf") if minutes is None else clock() + 60 * minutes
         self._begun: dict[Task, float] = {}
@@ -173,7 +173,7 @@ class TimeLimit:
         self._lacking: set[Preparation] = set()
 
     def within(self, tasks: Iterable[Task]) -> Iterator[Task]:
-        """Give the tasks to begin, each at the moment when it is asked for: whoever asks has a worker free."""
+        """Yield the tasks to start, each when it is requested by a free worker."""
         for task in tasks:
             now = self._clock()
             needed = task if isinstance(task, Preparation) else preparation_for(self._benchmark, task)
@@ -193,7 +193,7 @@ class TimeLimit:
         return max([self._slowest[kind] for kind in alike] + under_way, default=0.0)
 
     def end(self, task: Task) -> None:
-        """Note that a task has ended."""
+        """Record the end of a task."""
         taken = self._clock() - self._begun.pop(task)
         self._slowest[_kind(task)] = max(taken, self._slowest.get(_kind(task), 0.0))
 
@@ -207,7 +207,7 @@ def _kind(task: Task) -> tuple[type[Task], str]:
 
 @contextmanager
 def in_this_process(job: Job, advance: Advance) -> Iterator[Execute]:
-    """Do one task after the other, here."""
+    """Run one task after the other in this process."""
     threads = torch.get_num_threads()
 
     def execute(tasks: Iterable[Task]) -> Outcomes:
@@ -230,7 +230,7 @@ def in_this_process(job: Job, advance: Advance) -> Iterator[Execute]:
 def _watch_interruptions() -> Iterator[Callable[[], bool]]:
     """Remember whether Ctrl-C was pressed, even if the exception was caught.
 
-    An adaptation answers Ctrl-C by returning early, and other libraries may turn it into an error. Neither is the
+    An adaptation handles Ctrl-C by returning early, and other libraries may turn it into an error. Neither is the
     result of a cell.
     """
     before = signal.getsignal(signal.SIGINT)
@@ -256,7 +256,7 @@ def _watch_interruptions() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def in_processes(job: Job, advance: Advance, workers: int) -> Iterator[Execute]:
-    """Do tasks in several processes on this machine, each with its GPU if there are any."""
+    """Run tasks in several processes on this machine, each with its own GPU if there are any."""
     pool = [_Worker(replace(job, device=_share_gpus(job.device, number))) for number in range(workers)]
 
     def execute(tasks: Iterable[Task]) -> Outcomes:
@@ -278,7 +278,7 @@ def in_processes(job: Job, advance: Advance, workers: int) -> Iterator[Execute]:
     try:
         yield execute
     finally:
-        # All are killed first: a second Ctrl-C must not leave some behind.
+        # All are killed first, so that a second Ctrl-C leaves none behind.
         for worker in pool:
             worker.kill()
         for worker in pool:
@@ -292,7 +292,7 @@ def _share_gpus(device: str, number: int) -> str:
 
 @dataclass(frozen=True)
 class _Over:
-    """A worker's last message about a task; the others are pairs of numbers, how far it is."""
+    """A worker's last message about a task; the other messages are its progress."""
 
     result: Result | None = None
     error: Exception | None = None
@@ -300,7 +300,7 @@ class _Over:
 
 
 class _Worker:
-    """A process that does one task at a time. It is started when there is one, and replaced if it dies."""
+    """A process that does one task at a time. It is started with its first task, and replaced if it dies."""
 
     channel: Connection
 
@@ -317,9 +317,9 @@ class _Worker:
             self.stop()
             self._open()
         self.task, self._started = task, time.monotonic()
-        # A task that an old process never heard of is not lost with it.
+        # A task that the dead process never received is not lost.
         self._begun = fresh
-        # The process may have died this very moment, which `outcome` will find.
+        # The process may die at this moment, which `outcome` will detect.
         with suppress(OSError):
             self.channel.send((self.job, task))
 
@@ -331,11 +331,11 @@ class _Worker:
         self._process = context.Process(target=_serve, args=(theirs, os.getpid()))
         with _block_interrupts():
             self._process.start()
-        # Without this copy, the channel ends when the worker dies.
+        # This copy is closed, so that the channel ends when the worker dies.
         theirs.close()
 
     def outcome(self, advance: Advance) -> tuple[Task, Result | None] | None:
-        """Return the task and its result if it is over; pass on its progress meanwhile."""
+        """Return the task and its result if it has ended; meanwhile, report its progress."""
         task = self.task
         assert task is not None
         while (message := self._receive()) is not None:
@@ -360,7 +360,7 @@ class _Worker:
     def _receive(self) -> tuple[int, int] | _Over | None:
         """Receive the next message if there is one."""
         assert self._process is not None
-        # This is asked before the channel is read: a process may send a message and end.
+        # This is checked before the channel is read, because a process may send a message and end.
         gone = not self._process.is_alive()
         try:
             if self.channel.poll():
@@ -371,12 +371,12 @@ class _Worker:
         return _Over(gone=True) if gone else None
 
     def kill(self) -> None:
-        """End the process; only what it was doing is lost."""
+        """Kill the process; only its current task is lost."""
         if self._process is not None and self._process.pid is not None:
             self._process.kill()
 
     def stop(self) -> None:
-        """End the process and release what belongs to it."""
+        """Kill the process and release its resources."""
         self.kill()
         if self._process is not None:
             self.channel.close()
@@ -395,7 +395,7 @@ def _describe_exit(code: int | None) -> str:
 
 @contextmanager
 def _block_interrupts() -> Iterator[None]:
-    """Let a process that starts inside leave Ctrl-C to its parent: from its start, or on Windows from `_serve` on."""
+    """Make a process that is started inside ignore Ctrl-C, which its parent handles."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -409,14 +409,14 @@ def _block_interrupts() -> Iterator[None]:
 
 
 def _serve(channel: Connection, parent: int) -> None:
-    """Do tasks from the channel and send what came of each, as long as there is a parent.
+    """Run tasks from the channel and send back their results, as long as there is a parent.
 
-    An error that is no sentence for the user ends the process, with its traceback on standard error.
+    An unexpected error ends the process, with its traceback on standard error.
     """
     own = parent_process()
 
     def follow_parent() -> None:
-        # On Windows the number of the parent outlives it.
+        # On Windows, the process id of the parent outlives it.
         while os.getppid() == parent and (own is None or own.is_alive()):
             time.sleep(SECONDS_BETWEEN_PARENT_CHECKS)
         os._exit(1)
@@ -432,7 +432,7 @@ def _serve(channel: Connection, parent: int) -> None:
             sent = time.monotonic()
             channel.send((done, total))
 
-    # The channel ends when the parent asks for no more.
+    # The channel ends when the parent has no more tasks.
     with suppress(EOFError, OSError):
         while True:
             job, task = channel.recv()
@@ -449,7 +449,7 @@ def _serve(channel: Connection, parent: int) -> None:
 
 @contextmanager
 def in_gpu_threads(job: Job, advance: Advance, count: int) -> Iterator[Execute]:
-    """Do tasks in `count` threads that share one GPU and the data, each with a stream and resources of its own."""
+    """Run tasks in `count` threads that share one GPU and the data, each with its own stream and resources."""
     benchmark = find(job.benchmark)
     root = Path(job.root) if job.root else None
     data = Cache(TARGETS_IN_MEMORY)
@@ -472,12 +472,13 @@ def in_gpu_threads(job: Job, advance: Advance, count: int) -> Iterator[Execute]:
             with torch.cuda.stream(own.stream):
                 result = do_task(job, task, advance_or_stop, own.resources)
                 own.stream.synchronize()
-                # Objects in use while other threads collected have become old, so now and then old garbage goes too.
+                # Objects that were in use during other threads' collections have become old, so old garbage is
+                # collected sometimes.
                 gc.collect(2 if next(ended) % TASKS_PER_COLLECTION == 0 else 1)
                 release_unused_memory(own.resources.device)
         if result is None:
             return None
-        # Memory is that of all threads together, and time that of a thread among others. Stored manifests call the
+        # Memory is that of all threads together, and time that of one thread among others. Stored manifests call the
         # number of threads `lanes`.
         return replace(result, peak_memory=None, manifest=result.manifest | {"lanes": count})
 
@@ -507,7 +508,7 @@ def in_gpu_threads(job: Job, advance: Advance, count: int) -> Iterator[Execute]:
 
 @contextmanager
 def _torch_threads(number: int) -> Iterator[None]:
-    """Set the number of CPU threads of torch; 0 leaves it unchanged."""
+    """Set the number of torch's CPU threads; 0 keeps it unchanged."""
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:
@@ -532,11 +533,11 @@ def _switch_often() -> Iterator[None]:
 
 @contextmanager
 def on_ray(job: Job, workers: int) -> Iterator[Execute]:
-    """Do tasks on the cluster that the caller is connected to, else on that in RAY_ADDRESS, else on one started here.
+    """Run tasks on the connected Ray cluster, else on that in RAY_ADDRESS, else on a local one.
 
-    Source models and profiles travel with the tasks, so machines need not share a disk. Data sets do not travel: each
-    machine needs them under the same data root, and a folder under the same path as that of the results which it can
-    write to. A cell has one CPU core, and one GPU if the cluster has any.
+    Source models and profiles are sent with the tasks, so machines need not share a disk. Data sets are not sent: each
+    machine needs them under the same data root, and a writable folder under the path of the results. A cell gets one
+    CPU core, and one GPU if the cluster has any.
     """
     ray: Any = require("ray", "ray")
     benchmark = find(job.benchmark)
@@ -544,7 +545,7 @@ def on_ray(job: Job, workers: int) -> Iterator[Execute]:
 
     def execute(tasks: Iterable[Task]) -> Outcomes:
         gpus = 1 if _wants_gpu(job.device, ray.cluster_resources()) else 0
-        # A process sees only the GPU that Ray gives to it.
+        # A process sees only the GPU that Ray assigns to it.
         there = replace(job, device="cuda") if gpus else job
         remote = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(_do_task_on_ray)
         bundles: dict[str, Any] = {}
@@ -574,7 +575,7 @@ def on_ray(job: Job, workers: int) -> Iterator[Execute]:
         try:
             yield execute
         finally:
-            # Nobody waits for the rest any more.
+            # The remaining results are no longer needed.
             for reference in pending:
                 with suppress(ray.exceptions.RayError):
                     ray.cancel(reference, force=True)
@@ -592,13 +593,13 @@ def _connect(ray: Any, workers: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-        # Ray puts its own handler in the place of the caller's.
+        # Ray replaces the caller's signal handler.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
 
 
 def _wants_gpu(device: str, resources: dict[str, float]) -> bool:
-    """Tell if tasks need a GPU. One that is asked for but not there yet is waited for, since clusters may grow."""
+    """Tell whether tasks need a GPU. A requested GPU that is not there yet is waited for, since clusters may grow."""
     return device.startswith("cuda") or (device == "auto" and resources.get("GPU", 0) >= 1)
 
 
@@ -614,7 +615,7 @@ def _do_task_on_ray(
 
 
 def _file_pattern(benchmark: Benchmark, task: Task) -> str:
-    """Match source models and profiles that may be the task's: exactly which depends on data that only workers read."""
+    """Return a pattern for source models and profiles that may belong to the task; only workers know exactly which."""
     needed = task if isinstance(task, Preparation) else preparation_for(benchmark, task)
     return f"{benchmark.sources[needed.source].network}-*-{needed.seed}"
 

@@ -1,4 +1,4 @@
-"""The notes at the foot of a table: what a reader has to know before believing it."""
+"""The notes below a table: what a reader must know to judge it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ORIGINS = {
     "regenerated": ("‡", "made again by the published recipe"),
     "own": ("§", "data of our own"),
 }
-"""The mark of data that are not the published files, and what it means."""
+"""Marks of data that are not the published files, with their meaning."""
 
 ORACLE = "best is an oracle: the epoch with the highest accuracy, found with labels that a new site does not have"
 
@@ -54,7 +54,7 @@ RATES_ONLINE = (
 
 
 def origin_marks(grid: Grid, shifts: Sequence[str]) -> str:
-    """Give the marks to set behind the name of a shift or of a group of shifts."""
+    """Return the marks behind the name of a shift or of a group of shifts."""
     found = grid.origins(shifts)
     return "".join(mark for origin, (mark, _) in ORIGINS.items() if origin in found)
 
@@ -70,13 +70,13 @@ def about_origins(grid: Grid) -> list[str]:
 
 
 def about_data(grid: Grid) -> list[str]:
-    """Say how the images differ from the published ones, and which results do not belong together."""
+    """Describe how the images differ from the published ones, and which results must not be compared."""
     results = list(grid.cells.values())
     return [*source_remarks(results), *about_origins(grid), *about_mixtures(results), *about_outdated(results)]
 
 
 def about_outdated(results: Iterable[Result]) -> list[str]:
-    """Say which rows were obtained under an earlier definition of their method, and have to be run again."""
+    """List the rows that were obtained with an earlier definition of their method, and must be run again."""
     rows: dict[str, set[str]] = {}
     for result in results:
         if remark := result.manifest.get("outdated"):
@@ -85,10 +85,10 @@ def about_outdated(results: Iterable[Result]) -> list[str]:
 
 
 def about_mixtures(results: Iterable[Result]) -> list[str]:
-    """Warn of cells side by side that are of different images or models, which no recipe of a cell can know.
+    """Warn about results that are compared although they come from different images or models.
 
-    The code that reads or makes images may have been changed between two runs, or the files be others on another
-    machine. A source model that was lost is trained again, and on a GPU never to quite the same weights.
+    The code that reads or makes images may have changed between two runs, or files may differ between machines. A lost
+    source model is trained again, and on a GPU never ends with exactly the same weights.
     """
     inputs: dict[tuple[str, int | None], set[str]] = {}
     models: dict[tuple[str, int], set[str]] = {}
@@ -96,7 +96,7 @@ def about_mixtures(results: Iterable[Result]) -> list[str]:
     for result in results:
         cell, manifest = result.cell, result.manifest
         source, digest = manifest.get("source") or {}, (manifest.get("target") or {}).get("sha256")
-        # A method with labels is given a part of the images only.
+        # A method that uses labels gets only a part of the images.
         if digest and not sees_labels(cell.method):
             # The seed draws the images of a few-shot protocol.
             drawn = (manifest.get("protocol") or {}).get("kind") == "few-shot"
@@ -141,7 +141,7 @@ def source_remarks(results: Iterable[Result]) -> list[str]:
 
 
 def about_numbers(grid: Grid, ours: Sequence[tuple[str, str, Entry]], line: str | None = None) -> list[str]:
-    """Say the unit and the seeds of entries.
+    """State the unit and the number of seeds of entries.
 
     Args:
         grid: The results.
@@ -183,7 +183,7 @@ def _about_seeds(shown: Sequence[tuple[str, str, Entry]], line: str | None) -> l
 
 
 def _count_by_set(by_method: dict[str, dict[str, tuple[int, ...]]]) -> str:
-    """Count seeds by the set of shifts, if their number does not depend on the method, and none is a single one."""
+    """Describe the number of seeds of each set of shifts; "" if it depends on the method, or is one for some set."""
     numbers: dict[str, set[int]] = {}
     for means in by_method.values():
         for name, seeds in means.items():
@@ -254,7 +254,7 @@ def about_rows(grid: Grid, shown: Sequence[str], ours: Sequence[tuple[str, str, 
 
 
 def about_published(grid: Grid, found: bool) -> list[str]:
-    """Say whose figures stand beside ours; `found` is True if the table has any."""
+    """State whose figures are shown beside ours; `found` is True if the table has any."""
     if grid.beside is None:
         return []
     name = {"paper": "the paper", "re-run": "the authors' re-run of their released code"}[grid.beside]
@@ -265,7 +265,7 @@ def about_published(grid: Grid, found: bool) -> list[str]:
 
 
 def about_rates(grid: Grid) -> list[str]:
-    """Say if the target's labels had a part in the figures after all, by way of the published learning rates."""
+    """State whether target labels influenced the figures through the published learning rates."""
     results = list(grid.cells.values())
     searched = any("learning_rates_tried" in r.manifest and r.ece_per_batch is not None for r in results)
     given = any(result.manifest.get("learning_rate_chosen") == "given" for result in results)
@@ -275,7 +275,7 @@ def about_rates(grid: Grid) -> list[str]:
 def about_clean(
     results: Sequence[Result], *, benchmark: Benchmark, metric: str, which: Which, beside: Sequence[Beside]
 ) -> list[str]:
-    """Give the source model's score on clean images, beside what is published of it."""
+    """Give the source model's score on clean images, beside the published one."""
     if METRICS[metric].of_the_run:
         return []
     options: dict[str, Any] = {"metric": metric, "which": which, "beside": beside}

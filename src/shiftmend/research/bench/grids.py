@@ -14,7 +14,7 @@ from shiftmend.research.bench.published import Figure, figure
 from shiftmend.research.bench.rendering import Entry
 
 Beside = Literal["paper", "re-run"]
-"""Whose figures stand beside ours: the paper's, or those of the authors' re-run of their code."""
+"""Source of the published figures: the paper, or its authors' re-run of their code."""
 
 Comparison = tuple[Entry, Entry, Entry]
 """Ours, the published figure, and the difference."""
@@ -22,9 +22,10 @@ Comparison = tuple[Entry, Entry, Entry]
 
 @dataclass(frozen=True)
 class Metric:
-    """The way a quantity is shown. `better` is None where it means nothing to be first.
+    """Display settings of a quantity. `better` is None if there is no best value.
 
-    Nobody is first in the alignment loss, which some methods optimise, nor in time and memory, where doing nothing is.
+    There is no best alignment loss, because some methods optimise it, nor a best time or memory, because doing nothing
+    wins.
     """
 
     title: str
@@ -33,7 +34,7 @@ class Metric:
     digits: int = 1
     better: Literal["highest", "lowest"] | None = "lowest"
     of_the_run: bool = False
-    """Known for the whole run or its end only, not for the best or the selected epoch."""
+    """Whether the quantity is known only for the whole run or its end, not for the best or the selected epoch."""
 
 
 METRICS = {
@@ -61,7 +62,7 @@ class Published(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The results that a table is about, and which of their numbers it shows; other results are passed over."""
+    """The results of a table, and the quantity that it shows; other results are ignored."""
 
     results: Sequence[Result]
     benchmark: str
@@ -77,11 +78,13 @@ class Grid:
 
     def __post_init__(self) -> None:
         if self.metric not in METRICS:
-            raise DataError(f"unknown metric {self.metric!r}, expected one of {', '.join(METRICS)}")
+            raise DataError(f"Expected the metric to be one of {', '.join(METRICS)}, got {self.metric!r}.")
         if self.which not in ("last", "best", "selected"):
-            raise DataError(f"unknown choice of epoch {self.which!r}, expected last, best or selected")
+            raise DataError(f"Expected the epoch to be last, best or selected, got {self.which!r}.")
         if self.shown.of_the_run and self.which != "last":
-            raise DataError(f"{self.metric} is not known for the {self.which} epoch; ask for it with which='last'")
+            raise DataError(
+                f"Expected which='last' for {self.metric}, which other epochs do not have, got {self.which}."
+            )
         for result in self.results:
             cell = result.cell
             if (cell.benchmark, cell.protocol) != (self.benchmark, self.protocol):
@@ -90,7 +93,9 @@ class Grid:
                 continue
             key = (cell.method, cell.shift, cell.seed)
             if key in self.cells:
-                raise DataError(f"there are two results of {cell}; pass those of one recipe, and each of them once")
+                raise DataError(
+                    f"Expected one result of {cell}, got two. Pass those of one recipe, and each of them once."
+                )
             self.cells[key] = result
 
     @property
@@ -103,7 +108,7 @@ class Grid:
 
     @property
     def unlike(self) -> bool:
-        """True if ours is the ECE of a whole stream: the published one is another quantity, not to be subtracted."""
+        """True if ours is the ECE of a whole stream, which is not comparable with the published mean over batches."""
         return self.metric == "ece" and any(result.ece_per_batch is not None for result in self.cells.values())
 
     @property
@@ -117,7 +122,7 @@ class Grid:
         return {"all": tuple(self.shifts)} | {name: tuple(members) for name, members in (groups or {}).items()}
 
     def mean(self, method: str, shifts: Sequence[str], read: Callable[[Result], float | None] | None = None) -> Entry:
-        """Average over the seeds that have every shift; count the cells if no seed has."""
+        """Average over the seeds that have every shift; count the cells if there is no such seed."""
         read = read or self._read
         runs = [[self.cells.get((method, shift, seed)) for shift in shifts] for seed in self.seeds]
         values = [[None if result is None or result.failed else read(result) for result in run] for run in runs]
@@ -127,7 +132,7 @@ class Grid:
             if None not in found
         }
         if complete:
-            # A diverged run has infinities, and a table shows them as they are.
+            # A diverged run has infinities, which a table shows as they are.
             with np.errstate(invalid="ignore"):
                 means = self.shown.scale * np.asarray([*complete.values()], dtype=np.float64).mean(axis=1)
                 mean = float(means.mean())
@@ -149,9 +154,9 @@ class Grid:
         return compared
 
     def best(self, entries: Mapping[str, Entry]) -> list[str]:
-        """List the methods that are best, to the digits shown.
+        """List the best methods, to the digits shown.
 
-        None is if one of the rivals lacks a mean, or has one over other seeds; a method that was not run is no rival.
+        There is none if a competitor has no mean, or one over other seeds; a method that was not run does not compete.
         """
         rivals = {method: entries[method] for method in self.run if not sees_labels(method)}
         seeds = {entry.seeds for entry in rivals.values()}

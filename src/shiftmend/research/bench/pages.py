@@ -1,6 +1,6 @@
-"""The page of a benchmark's results in Markdown: what was run, how, and what came of it.
+"""The page of a benchmark's results in Markdown: what was run, how, and the results.
 
-A store or a compact file is all that it needs. `page` lists the sections; their functions follow in the same order.
+A store or a compact file is enough to make it. `page` lists the sections; their functions follow in the same order.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ FOLDERS = re.compile(r"(?<![\w.:/\\])(?:~|[A-Za-z]:)?[/\\]+(?:[^\s/\\'\":;,()]+[
 """The folders of an absolute path, on any system."""
 
 FAR_FROM_PUBLISHED = 0.1
-"""A source model whose accuracy is off by more than this was trained on, or sees, something else. A fraction."""
+"""Difference in accuracy above which a source model was trained on, or sees, other data. A fraction."""
 
 FEWEST_CELLS = 10
-"""Cells of one kind from which on shares of them are more than a hint."""
+"""Smallest number of cells of one kind for which shares are more than a hint."""
 
 
 def page(
@@ -104,8 +104,8 @@ def page(
     Args:
         benchmark: A name, or `file.py:NAME`.
         folder: The folder of a store, a store, or a compact file.
-        notes: Markdown of a person's own, for what a program cannot know.
-        root: The folder of the data sets, see `shiftmend.research.bench.results.read`. It need not be there.
+        notes: Your own Markdown, for what a program cannot know.
+        root: The folder of the data sets, see `shiftmend.research.bench.results.read`. It need not exist.
     """
     chosen = find(benchmark)
     parts = {protocol: Part(protocol, read(benchmark, folder, protocol, root=root)) for protocol in chosen.protocols}
@@ -114,7 +114,8 @@ def page(
         others = sum(part.reading.others for part in parts.values())
         found = f", but {others} of other settings, data or learning rates" if others else ""
         raise DataError(
-            f"{os.fspath(folder)} has no results of {benchmark} as it is now{found}; run the benchmark first"
+            f"Expected results of {benchmark} as it is now in {os.fspath(folder)}, got none{found}. Run the benchmark "
+            "first."
         )
     main = run.get("offline") or next(iter(run.values()))
     stories: list[tuple[str, list[Block]]] = [
@@ -148,7 +149,7 @@ def page(
 
 
 def _unhead_folded(text: str) -> str:
-    """Turn headings in folded parts into bold lines: on the documentation site, a heading would end the fold."""
+    """Turn headings in folded parts into bold lines, because a heading would end the fold on the documentation site."""
     return re.sub(
         r"<details>.*?</details>",
         lambda part: re.sub(r"^#+ (.*)$", r"**\1**", part[0], flags=re.MULTILINE),
@@ -167,10 +168,10 @@ def _fold(summary: str, blocks: list[Block]) -> list[Block]:
 
 
 def _write(block: Block, said: set[str]) -> str:
-    """Write a table without the notes that the page has already."""
+    """Write a table without the notes that are already on the page."""
     if isinstance(block, str):
         return block
-    # An error may name a file; where it lies is nobody's business but the machine's.
+    # An error may name a file, whose folder is private to the machine.
     new = tuple(FOLDERS.sub("", note) for note in block.notes if note not in said)
     marked = "" if block.marked in said else block.marked
     said.update((*block.notes, block.marked))
@@ -179,7 +180,7 @@ def _write(block: Block, said: set[str]) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """One protocol of a benchmark, as far as it has been run."""
+    """One protocol of a benchmark with its results so far."""
 
     protocol: str
     reading: Reading
@@ -190,7 +191,7 @@ class Part:
 
     @property
     def results(self) -> list[Result]:
-        """The results on shifts; clean images are none."""
+        """Results on shifts, without clean images."""
         return [result for result in self.reading.results if not is_clean(result.cell.shift)]
 
     @property
@@ -213,7 +214,7 @@ class Part:
         return [result for result in self.results if not sees_labels(result.cell.method)]
 
     def about(self, **more: Any) -> dict[str, Any]:
-        """Give the arguments of a table of all methods: it says which of them were not run."""
+        """Return the arguments of a table of all methods, including those that were not run."""
         shared = {"benchmark": self.benchmark.name, "protocol": self.protocol}
         return shared | {"methods": self.reading.methods, "shifts": self.shifts} | more
 
@@ -288,7 +289,7 @@ def _name_lacking(what: str, known: Iterable[Any], there: set[Any]) -> str:
 
 def _describe_making(benchmark: str, parts: Mapping[str, Part]) -> list[Block]:
     """List commands, machines, and how the source models were trained."""
-    # A file of one's own may be named by its whole path.
+    # A user's own file may be named by its full path.
     called = shlex.quote(Path(benchmark).name if Path(benchmark).is_absolute() else benchmark)
     run = {protocol: part for protocol, part in parts.items() if part.results}
     name = next(iter(parts.values())).benchmark.name
@@ -379,7 +380,7 @@ def _code(name: str) -> str:
 
 
 def _clean(part: Part) -> list[Block]:
-    """Give the source model's scores on clean images, beside what is published of it."""
+    """Give the source model's scores on clean images, beside the published ones."""
     asked: dict[str, Any] = {"benchmark": part.benchmark, "which": "last", "beside": ("paper", "re-run")}
     metrics = ("accuracy", "ece")
     said = [note for metric in metrics for note in footnotes.about_clean(part.reading.clean, metric=metric, **asked)]
@@ -407,7 +408,7 @@ def averages(part: Part, metrics: Sequence[str] = ("accuracy", "ece")) -> list[B
 
 
 def _over(table: Table, *, of_all: bool) -> Table:
-    """Take the columns of all shifts, which come first, or those of the groups, which do without differences.
+    """Take the columns of all shifts, which come first, or those of the groups, without differences.
 
     What all columns have in common goes into the title.
     """
@@ -497,7 +498,7 @@ def _percent(value: float | None) -> Entry:
 
 
 def by_class(part: Part) -> list[Block]:
-    """Return one table a shift: the accuracy of each class and the mean over classes, averaged over seeds."""
+    """Make one table per shift: the accuracy of each class and the mean over classes, averaged over seeds."""
     blocks: list[Block] = []
     for shift in part.shifts:
         scored = [result for result in part.results if result.cell.shift == shift and result.class_accuracy]
@@ -533,7 +534,7 @@ def choice_of_epoch(part: Part) -> list[Block]:
 
 
 def few_shot(parts: Mapping[str, Part]) -> list[Block]:
-    """Show accuracy from few images of each class, beside that from all of them."""
+    """Show the accuracy with few images of each class, beside that with all images."""
     run = {protocol: part for protocol, part in parts.items() if part.results}
     few = {f"{name.removeprefix('few-shot-')} a class": name for name in run if name.startswith("few-shot-")}
     if not few:
@@ -552,7 +553,7 @@ def few_shot(parts: Mapping[str, Part]) -> list[Block]:
 
 
 def few_verdicts(parts: Mapping[str, Part]) -> list[Block]:
-    """Count the verdicts on methods that restore features from few samples, judged on the samples adapted to."""
+    """Count the verdicts on methods that restore features from few samples, on the samples adapted to."""
     few = {protocol: part for protocol, part in parts.items() if protocol.startswith("few-shot-") and part.results}
     # No other protocol has clean images.
     clean = parts["offline"].reading.clean if "offline" in parts else []
@@ -586,7 +587,7 @@ def _online(run: Mapping[str, Part]) -> list[Block]:
 
 
 def variants(part: Part) -> list[Block]:
-    """Compare a method with variants of its options, to show what each option is worth."""
+    """Compare a method with variants of its options, to show the effect of each option."""
     bases = variants_of(part.benchmark, part.protocol)
     found = {name: compared for name, base in bases.items() if (compared := _compare(part, name, base))}
     rows = [_variant(part, name, bases[name], compared) for name, compared in found.items()]
@@ -633,7 +634,7 @@ def _variant(part: Part, name: str, base: str, compared: Sequence[comparisons.Co
 
 
 def _compare(part: Part, first: str, second: str) -> list[comparisons.Comparison]:
-    """Compare shift by shift, and last over all of them, where a seed counts only if it has every shift."""
+    """Compare shift by shift, and then over all shifts, where only seeds with every shift count."""
     own = [result for result in part.results if result.cell.method in (first, second) and not result.failed]
     if len({result.cell.method for result in own}) < 2:
         return []
@@ -663,7 +664,7 @@ def _points(one: comparisons.Comparison) -> Entry:
 
 
 def _chance(p: float | None) -> Entry:
-    """Show a p-value; no p is 0, so a smaller one is called less than the smallest that is printed."""
+    """Show a p-value; very small ones are shown as less than the smallest printed value."""
     return Entry(p) if p is None or p >= 0.001 else Entry(text="< 0.001")
 
 
@@ -728,7 +729,7 @@ def _coefficient(correlation: correlations.Correlation) -> str:
 
 
 def signals(part: Part) -> list[Block]:
-    """Show how label-free signals correlate with accuracy, and how well each separates good from bad adaptations."""
+    """Show how label-free signals correlate with accuracy, and how well they separate good from bad adaptations."""
     found = correlations.signals_and_accuracy(part.unsupervised)
     rows = [
         Row(
@@ -762,7 +763,7 @@ def signals(part: Part) -> list[Block]:
 
 
 def _describe_near_clean(part: Part, left_out: int) -> str:
-    """Say what a good cell is, and how many cells cannot be judged by it."""
+    """Define a good cell, and count the cells that cannot be judged."""
     meaning = (
         f"accuracy at most {100 * correlations.MARGIN:g} points below that of {footnotes.clean_source(part.benchmark)}"
     )
@@ -771,7 +772,7 @@ def _describe_near_clean(part: Part, left_out: int) -> str:
 
 
 def _add_clean_source(part: Part) -> list[Result]:
-    """Keep results from the model whose accuracy on clean images is known: shifts and methods may have another."""
+    """Keep results of the model whose accuracy on clean images is known; some shifts and methods have another model."""
     nothing_done = part.benchmark.settings.get("offline", {}).get(UNADAPTED)
     if nothing_done is None:
         return []
@@ -838,7 +839,7 @@ def _list_judge(judge: correlations.Judge) -> tuple[Entry, ...]:
 
 
 def _verdicts(part: Part, good: Mapping[Cell, bool], meaning: str) -> list[Block]:
-    """Count the verdicts of the library, whose limits are the same for all benchmarks."""
+    """Count the verdicts of the library, whose thresholds are the same for all benchmarks."""
     counts = _count_verdicts(part.unsupervised, good)
     if not counts:
         return []
@@ -848,7 +849,7 @@ def _verdicts(part: Part, good: Mapping[Cell, bool], meaning: str) -> list[Block
 
 
 def verification(result: Result) -> Verification | None:
-    """Verify a cell as the library does now, whatever it said when the cell was run."""
+    """Verify a cell by the current rules of the library, whatever it reported when the cell was run."""
     after, slices = result.manifest.get("verification", {}).get("after", {}), result.signals.get("slices")
     if slices is None or "floor" not in after:
         return None
@@ -858,7 +859,7 @@ def verification(result: Result) -> Verification | None:
 
 
 def _method(result: Result) -> str | None:
-    """Name the method of a cell, whatever its row is called."""
+    """Return the method of a cell, whatever the name of its row."""
     name: str | None = result.manifest.get("method", {}).get("name")
     return name
 
@@ -885,7 +886,7 @@ def _rows(counts: Sequence[Mapping[str, Counter[bool]]]) -> tuple[Row, ...]:
 
 
 def sanity(part: Part) -> list[Block]:
-    """Show shifts on which the unadapted model differs from the published one: there the data or the model differ."""
+    """Show shifts on which the unadapted model differs from the published one, because data or model differ."""
     method = UNADAPTED
     for side, name in (("re-run", "the authors' re-run"), ("paper", "the paper")):
         if method not in part.methods:
@@ -914,7 +915,7 @@ def _published_notes(benchmark: str) -> list[Block]:
 
 
 def _digests(part: Part) -> list[Block]:
-    """List hashes of the target images as the model is given them: equal hashes are equal data."""
+    """List hashes of the target images as the model receives them; equal hashes mean equal data."""
     found: dict[str, dict[tuple[int, str], None]] = {}
     for result in part.reading.results:
         target = result.manifest.get("target") or {}

@@ -1,4 +1,4 @@
-"""The plan of a benchmark: which cells there are, and the hash of everything that decides each of them."""
+"""The plan of a benchmark: its cells, and the hash of everything that determines each of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shiftmend.research.bench.benchmark import (
 from shiftmend.research.bench.resources import probe_preprocess
 
 UNUSED_ONLINE = ("epochs", "epochs_per_block", "passes")
-"""Options that mean nothing on a stream."""
+"""Options that have no effect on a stream."""
 
 OUTDATED_KL = (
     "run when a single KL divergence was in nats, with a step ln 10 = 2.3 times that of the reference implementation; "
@@ -49,7 +49,7 @@ def plan(
     root: Path | None = None,
     former: bool = False,
 ) -> list[Cell]:
-    """List the cells to run, in an order in which neighbours share their source model and their data.
+    """List the cells to run, ordered so that neighbours share their source model and data.
 
     The source model on clean images is a cell as well: `source-only` on the shift `clean`.
 
@@ -76,7 +76,9 @@ def plan(
         if not is_clean(shift) or (method == UNADAPTED and protocol == "offline")
     }
     if not recipes:
-        raise DataError(f"there is nothing to run: {CLEAN} is a shift for {UNADAPTED} and offline alone")
+        raise DataError(
+            f"Expected something to run, got nothing: {CLEAN} is a shift for {UNADAPTED} and offline alone."
+        )
     return [
         Cell(benchmark.name, protocol, method, shift, seed, recipe)
         for seed in seeds
@@ -93,17 +95,17 @@ def hash_recipe(
     root: Path | None = None,
     former: bool = False,
 ) -> str:
-    """Hash everything that decides a cell's result beside its own name; see `Cell`.
+    """Hash everything that determines a cell's result beside its own name; see `Cell`.
 
-    With `former`, give the hash that the cell had before a single KL divergence was divided by ln B, as PSI is.
+    With `former`, return the hash from before single KL divergences were divided by ln B, as PSI is.
     """
     source = benchmark.source_for(setting, shift)
     candidates = rates_for(setting, rates)
-    # 1 and 1.0 are one rate, and must not give two hashes.
+    # 1 and 1.0 are the same rate, and must give the same hash.
     numbers = {name: float(value) for name, value in setting.options.items() if type(value) is int}
     options = dict(setting.options) | numbers
     if candidates:
-        # They take the place of the setting's own rate.
+        # They replace the setting's own rate.
         options = {name: value for name, value in options.items() if name != "learning_rate"}
     facts = {
         "source": {"name": source, **benchmark.sources[source].facts()},
@@ -120,7 +122,7 @@ def hash_recipe(
 
 
 def _probe_inputs(preprocess: Preprocess) -> Any:
-    """Preprocess black and white images, so that another normalisation is another recipe.
+    """Preprocess black and white images, so that another normalisation gives another recipe.
 
     Return None for a preprocess that wants images of another shape; source models tell preprocesses apart in any case.
     """
@@ -139,7 +141,7 @@ def rates_for(setting: Setting, rates: Sequence[float] | None) -> tuple[float, .
 
 
 def origin_of(benchmark: Benchmark, shift: str, root: Path | None = None) -> Origin:
-    """Tell where the images of a shift come from; raise if the answer is no known origin, before anything runs."""
+    """Return the origin of the images of a shift; raise if it is unknown, before anything runs."""
     origin = benchmark.origin(shift, root)
     if origin not in get_args(Origin):
         known = ", ".join(get_args(Origin))
@@ -151,7 +153,7 @@ def settings_of(benchmark: Benchmark, protocol: str) -> dict[str, Setting]:
     """List the settings of a protocol by their rows in the table."""
     if protocol not in benchmark.protocols:
         known = ", ".join(benchmark.protocols)
-        raise DataError(f"benchmark {benchmark.name} has no protocol {protocol!r}; it has {known}")
+        raise DataError(f"Expected a protocol of {benchmark.name} ({known}), got {protocol!r}.")
     return dict(benchmark.settings[protocol])
 
 
@@ -162,9 +164,9 @@ def variants_of(benchmark: Benchmark, protocol: str) -> dict[str, str]:
 
 
 def with_another_source(benchmark: Benchmark, protocol: str) -> list[str]:
-    """List the rows that start from another model than source-only, or than the first row if there is no source-only.
+    """List the rows that start from another model than source-only, or than the first row without source-only.
 
-    The features of another model differ from the start: how far they are restored does not compare.
+    The features of another model differ from the beginning, so their restoration is not comparable.
     """
     settings, source = settings_of(benchmark, protocol), benchmark.source_for
     usual = settings.get(UNADAPTED) or next(iter(settings.values()))
@@ -176,22 +178,24 @@ def with_another_source(benchmark: Benchmark, protocol: str) -> list[str]:
 
 
 def choose(wanted: Sequence[str] | None, known: Iterable[str], what: str, where: str) -> list[str]:
-    """Put the wanted names into the order of the known ones; take all if `wanted` is None."""
+    """Sort the wanted names in the order of the known ones; take all if `wanted` is None."""
     names = list(known)
     if wanted is None:
         return names
     if not wanted:
-        raise DataError(f"no {what} is named; expected some of {', '.join(names)}, or leave the choice out")
+        raise DataError(
+            f"Expected at least one {what}, got none. Name some of {', '.join(names)}, or leave the choice out."
+        )
     for name in wanted:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise DataError(f"{where} has no {what} {name!r}; expected one of {', '.join(names)}{hint}")
+            hint = f". Try {near[0]}" if near else ""
+            raise DataError(f"Expected the {what} of {where} to be one of {', '.join(names)}, got {name!r}{hint}.")
     return [name for name in names if name in wanted]
 
 
 def describe(benchmark: Benchmark, root: Root = None) -> dict[str, Any]:
-    """Describe a benchmark in plain values, ready for JSON. `root` decides where the data would come from."""
+    """Describe a benchmark in plain values for JSON. The origins of data depend on `root`."""
     return {
         "name": benchmark.name,
         "title": benchmark.title,

@@ -1,7 +1,7 @@
-"""The size of a profile beside the model and the data it stands for, measured from files (the paper's appendix A).
+"""The size of a profile compared with the model and the data, measured from files (the paper's appendix A).
 
-Sizes of models and profiles do not depend on the values in them, but for a few bytes in the header of the file, where
-numbers are written out. So an untrained network on random images serves as well where no source model is at hand.
+Sizes of models and profiles do not depend on their values, except for a few bytes in the header of the file, where
+numbers are written as text. So an untrained network on random images is used if there is no source model.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ MEASURED = ("mnist-c", "emnist-da", "cifar-10-c", "cifar-100-c", "camelyon17", "
 """Benchmarks with networks of their own (MNIST-M and USPS have MNIST's), and what else the paper's table has."""
 
 QUOTED_NETWORKS = {"imagenet": Recipe(network="resnet101", options={"classes": 1000}, epochs=1)}
-"""Networks of the paper's table for which there is no benchmark: their profile and model are measured all the same."""
+"""Networks of the paper's table without a benchmark; their profile and model are measured all the same."""
 
 IMAGES = 8
 
 SIDE = {"digit-cnn": 28}
 
 USUAL_SIDE = 32
-"""Networks that average over positions have the same profile whatever the size of the image."""
+"""Image size for networks that average over positions, whose profile does not depend on it."""
 
 FILES = {
     "mnist-c": ("MNIST/raw/train-*.gz", "MNIST/raw/train-*-ubyte"),
@@ -48,7 +48,7 @@ FILES = {
     "cifar-10-c": ("cifar-10-batches-bin/data_batch_*", "cifar-10-batches-py/data_batch_*"),
     "cifar-100-c": ("cifar-100-binary/train.bin", "cifar-100-python/train"),
 }
-"""The training split of the source data under the data root; of several layouts the first that is there."""
+"""Files of the source's training split under the data root; the first layout that exists is used."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _measure_network(name: str, recipe: Recipe, file: Path | None = None) -> Siz
     model = build_untrained(recipe).eval()
     side = recipe.options.get("image_size", SIDE.get(recipe.network, USUAL_SIDE))
     images = torch.rand(IMAGES, 3, side, side, generator=torch.Generator().manual_seed(0))
-    # A warning that a profile of so few images gives them away is true, but these are nobody's.
+    # The warning that a profile of so few images reveals them does not matter for random images.
     with collect_warnings():
         plain, full = (shiftmend.profile(model, images, gaussian=kind, device="cpu") for kind in ("marginal", "full"))
     state = {key: value.contiguous() for key, value in model.state_dict().items()}

@@ -1,7 +1,7 @@
-"""The figures of the paper, and of its authors' re-run, to stand beside our own.
+"""The figures of the paper, and of its authors' re-run, for comparison with ours.
 
-The files in `paper/` hold every result table in percent, as printed. Nothing is corrected there; the
-notes of a file say what does not agree.
+The files in `paper/` contain every result table in percent, as printed. Nothing is corrected; the notes of a file list
+the contradictions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Figure:
 
     mean: float
     deviation: float | None
-    """None where only a mean was published."""
+    """Standard deviation; None if only a mean was published."""
 
 
 def figure(benchmark: str, protocol: str, metric: str, method: str, shift: str, source: str = "paper") -> Figure | None:
@@ -45,7 +45,7 @@ def figure(benchmark: str, protocol: str, metric: str, method: str, shift: str, 
     method `source-only` and the protocol `offline`.
     """
     if source not in SOURCES:
-        raise DataError(f"there are no published figures called {source!r}; expected one of {', '.join(SOURCES)}")
+        raise DataError(f"Expected published figures of {', '.join(SOURCES)}, got {source!r}.")
     if not is_published(benchmark):
         return None
     tables = _read(benchmark).get(source, {})

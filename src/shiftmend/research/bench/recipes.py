@@ -1,4 +1,4 @@
-"""Recipes: everything that decides how a source model is trained, with the augmentations that they name."""
+"""Recipes: everything that determines how a source model is trained, and the augmentations that they name."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Recipe:
     its name enters the recipe: other weights need another name."""
     nesterov: bool = False
     autocast: bool = False
-    """Train in bfloat16 where there is a GPU. The weights and the loss stay in full precision."""
+    """Whether to train in bfloat16 on a GPU. The weights and the loss stay in full precision."""
 
     def __post_init__(self) -> None:
-        # 1 and 1.0 are equal, and must not give two digests.
+        # 1 and 1.0 are equal, and must give the same digest.
         object.__setattr__(self, "options", dict(self.options))
         for name in ("learning_rate", "momentum", "weight_decay", "label_smoothing"):
             object.__setattr__(self, name, float(getattr(self, name)))
@@ -57,7 +57,7 @@ class Recipe:
                 )
 
     def facts(self) -> dict[str, Any]:
-        """List all fields, ready for JSON. `autocast` is left out where it is off: digests are older than it."""
+        """List all fields for JSON. `autocast` is omitted if off, because digests are older than this option."""
         return {name: value for name, value in asdict(self).items() if name != "autocast" or value}
 
     def digest(self, extra: Mapping[str, Any] | None = None) -> str:
@@ -77,14 +77,14 @@ def learning_rate_at(recipe: Recipe, step: int, steps_per_epoch: int) -> float:
 
 
 def build_untrained(recipe: Recipe, seed: int = 0) -> nn.Module:
-    """Build the recipe's network on the CPU; the global generators stay as they are."""
+    """Build the recipe's network on the CPU, without changing the global random number generators."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return build(recipe.network, **recipe.options)
 
 
 def rotate(images: Tensor, degrees: float, generator: Generator) -> Tensor:
-    """Turn each image about its centre, by a uniform angle of at most `degrees` either way.
+    """Rotate each image about its centre, by a uniform angle of at most `degrees` in either direction.
 
     Every pixel becomes the pixel that lay nearest to where it came from: torchvision's default.
     """
@@ -100,7 +100,7 @@ def rotate(images: Tensor, degrees: float, generator: Generator) -> Tensor:
 
 
 def crop(images: Tensor, padding: int, generator: Generator) -> Tensor:
-    """Surround each image by `padding` zeros on every side and cut its own size out again, anywhere."""
+    """Pad each image by `padding` zeros on every side and crop it at a random position to its own size."""
     height, width = images.shape[-2:]
     top, left = (
         (_draw_uniform(images, generator) * (2 * padding + 1)).long().clamp_(max=2 * padding).view(-1, 1, 1) - padding

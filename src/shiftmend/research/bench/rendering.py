@@ -20,24 +20,24 @@ Format = Literal["terminal", "markdown", "html", "latex"]
 
 NOTHING = "–"
 GAP = "  "
-"""Stands between two columns in the terminal."""
+"""Separator of columns in the terminal."""
 
 LATEX_COLUMNS = 6
-"""Numbers that fit beside each other on a page; more of them go into further parts of the table."""
+"""Number of columns that fit on a page; further ones go into further parts of the table."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A number in the unit of its table, not rounded; or a text in its place; or nothing."""
+    """A number in the unit of its table, not rounded; or a text instead of it; or nothing."""
 
     value: float | None = None
     deviation: float | None = None
     text: str = ""
     best: bool = False
     seeds: tuple[int, ...] = ()
-    """The seeds that a mean is over; none for what is published."""
+    """Seeds of a mean; empty for published figures."""
     unfinished: tuple[int, ...] = ()
-    """Seeds that were begun but lack some of the shifts that the mean is over: they are not in it."""
+    """Seeds that were started but lack some of the shifts, and are therefore not part of the mean."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Row:
     label: str
     entries: tuple[Entry, ...]
     summary: bool = False
-    """Sums up the rows above it."""
+    """Whether the row summarises the rows above it."""
     counts: bool = False
-    """Counts the seeds of its columns; such a row is a summary too."""
+    """Whether the row counts the seeds of its columns; such a row is a summary as well."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class Table:
 
     title: str
     corner: str
-    """The kind of thing that the labels of the rows name."""
+    """Description of the row labels."""
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
     marked: str = ""
-    """The meaning of being marked as best; empty where nothing is."""
+    """Meaning of the mark for the best; empty if nothing is marked."""
 
 
 def render(tables: Table | Sequence[Table], format: Format, *, width: int = 100) -> str:
@@ -82,7 +82,7 @@ def render(tables: Table | Sequence[Table], format: Format, *, width: int = 100)
     Args:
         tables: The tables.
         format: `terminal`, `markdown`, `html` (a whole page) or `latex` (which needs the package booktabs).
-        width: Characters in a line of the terminal; wider tables go on below, none is cut off.
+        width: Characters in a line of the terminal; wider tables continue below.
     """
     tables = [tables] if isinstance(tables, Table) else list(tables)
     if format == "terminal":
@@ -97,7 +97,7 @@ def render(tables: Table | Sequence[Table], format: Format, *, width: int = 100)
 
 
 def format_number(entry: Entry, column: Column) -> str:
-    """Write `74.4 ± 0.8`, a difference as `+1.2`, a text as it is, `–` for nothing."""
+    """Format `74.4 ± 0.8`, a difference as `+1.2`, text as it is, and `–` for nothing."""
     if entry.value is None:
         return entry.text or NOTHING
     # Adding 0.0 turns -0.0 into 0.0.
@@ -116,7 +116,7 @@ def _span_headings(table: Table, part: Iterable[int]) -> list[tuple[str, list[in
 
 
 def _divide(table: Table, fits: Callable[[Sequence[int]], bool]) -> list[list[int]]:
-    """Divide columns into as few tables as fit. A group of columns is split only if it does not fit alone."""
+    """Divide columns into as few parts as fit. A group of columns is split only if it does not fit alone."""
     parts: list[list[int]] = []
     for heading, columns in _span_headings(table, range(len(table.columns))):
         pieces = [columns] if heading and fits(columns) else [[column] for column in columns]
@@ -135,7 +135,7 @@ def _bodies(table: Table) -> list[list[Row]]:
 
 @dataclass(frozen=True)
 class _Markup:
-    """The way a format writes a number: escaped, with a minus sign, and in bold if it is the best."""
+    """Markup of a number in a format: escaped, with a minus sign, and bold if it is the best."""
 
     escape: Callable[[str], str]
     minus: str
@@ -164,9 +164,9 @@ def _put_on_one_line(text: str) -> str:
 
 
 def render_terminal(table: Table, width: int = 100) -> Text:
-    """Render for `rich.console.Console.print`: the best in bold and with a star, to be seen without colours too.
+    """Render for `rich.console.Console.print`; the best is bold with a star, visible without colours.
 
-    What does not fit beside each other goes on below, with the labels again. Columns of one heading stay together.
+    Columns that do not fit continue below, with the labels repeated. Columns of one heading stay together.
     """
     from rich.text import Text
 
@@ -186,7 +186,7 @@ def render_terminal(table: Table, width: int = 100) -> Text:
 
 @dataclass(frozen=True)
 class _Span:
-    """Neighbouring columns under one heading: which, and how wide each is in characters."""
+    """Neighbouring columns under one heading, with their widths in characters."""
 
     heading: str
     columns: list[int]

@@ -1,4 +1,4 @@
-"""The resources that cells share: source models, profiles and data, each made or read once and kept for a while."""
+"""The resources that cells share: source models, profiles and data, each made or read once and cached."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from shiftmend.utils.gpu_sharing import release_gpu
 FORMAT = "shiftmend source model"
 
 SOURCES_IN_MEMORY = 2
-"""Source models that stay in memory, each with a profile for every preset: rows take turns with SHOT, which has its own
-source model, and rows of one preset with rows of another."""
+"""Number of source models that stay in memory, each with a profile for every preset: rows alternate with SHOT, which
+has its own source model, and with rows of other presets."""
 
 MAX_DECODED_BYTES = 6 << 30
-"""Decoded images that may stay in the memory of a machine without a GPU."""
+"""Largest size of decoded images that stay in memory on a machine without a GPU."""
 
 T = TypeVar("T")
 
 
 class Resources:
-    """One process's view of a benchmark. Models and profiles are files under `home`, found again by any process."""
+    """A process's view of a benchmark. Models and profiles are files under `home`, shared by all processes."""
 
     def __init__(
         self,
@@ -76,15 +76,15 @@ class Resources:
         return self._data.get("source", name, lambda: _load(load, name, self.root, Source))
 
     def target(self, shift: str) -> Target:
-        """Load the data of a shift. Images in memory lie on the device, so that no epoch has to bring them there."""
+        """Load the data of a shift. Images in memory are kept on the device."""
         load = self.benchmark.load_target
-        # Reading files and making shifts again is work for the CPU alone.
+        # Reading files and regenerating shifts run on the CPU.
         with release_gpu():
             loaded = self._data.get("loaded", shift, lambda: _load(load, shift, self.root, Target))
         return self._data.get("target", shift, lambda: self._move_to_device(loaded))
 
     def model(self, source: str, seed: int, tick: Callable[[], None] | None = None) -> tuple[nn.Module, Path]:
-        """Get a source model on the device, with its file; train the model if there is none yet."""
+        """Return a source model on the device, with its file; train it if it does not exist."""
 
         def make() -> tuple[nn.Module, Path]:
             model, path = get_source_model(
@@ -103,7 +103,7 @@ class Resources:
         return self._models.get("model", (source, seed), make)
 
     def profile(self, source: str, seed: int, temperature: float, preset: str = USUAL_PRESET) -> Profile:
-        """Get the profile of a source model; make it if there is none yet."""
+        """Return the profile of a source model; make it if it does not exist."""
         key = (source, seed, temperature, preset)
         return self._profiles.get("profile", key, lambda: self._make_profile(*key))
 
@@ -196,7 +196,7 @@ class Resources:
 
 
 class Cache:
-    """The last few values of each kind. Several threads may share a cache, and none makes a value twice."""
+    """A cache of the last few values of each kind. Threads may share it, and no value is made twice."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -212,11 +212,11 @@ class Cache:
             with self._lock:
                 kept = self._kept.setdefault(kind, {})
                 if key in kept:
-                    # The latest stands last.
+                    # The latest value is last.
                     kept[key] = kept.pop(key)
                     found: T = kept[key]
                     return found
-                # Old values go before the new one is made: there may not be room for both.
+                # Old values are dropped before the new one is made, because there may not be room for both.
                 while len(kept) >= self.size:
                     del kept[next(iter(kept))]
             made = make()
@@ -237,11 +237,11 @@ def get_source_model(
     root: PathLike | None = None,
     compile: bool = False,
 ) -> tuple[nn.Module, Path]:
-    """Read the source model of a recipe, seed and data from `home/sources`; train it if it is not there yet.
+    """Load the source model of a recipe, seed and data from `home/sources`; train it if it does not exist.
 
-    `device`, `tick`, `root` and `compile` are the arguments of `train`. A training that was killed goes on at the next
-    call. Of two processes that train the same model at once, both end up with the file of the one that finished first;
-    the first to begin has the checkpoint.
+    `device`, `tick`, `root` and `compile` are the arguments of `train`. A killed training resumes at the next call. If
+    two processes train the same model at once, both use the file of the one that finishes first; the first to start
+    owns the checkpoint.
     """
     digest = recipe.digest(identify_data(data, preprocess))
     probe = preprocess(data.images[:2]) if isinstance(data, Split) else None
@@ -264,14 +264,14 @@ def get_source_model(
             facts = {"digest": digest, "recipe": json.dumps(recipe.facts()), "data": data.name}
             _write_model(path, model, facts | _answer_probe(model, probe), seed)
         checkpoint.unlink(missing_ok=True)
-    # Read back even when just written: every caller gets the model that is on the disk.
+    # The file is read back even if just written, so that every caller gets the stored model.
     return _read_model(path, recipe, digest, seed, probe), path
 
 
 def identify_data(data: Split | ImageFiles, preprocess: Preprocess) -> dict[str, Any]:
-    """List what tells these data, and the inputs they become, from others.
+    """List the facts that identify these data and the inputs made from them.
 
-    Image files are known by name, number and labels alone: to read them all would take as long as an epoch.
+    Image files are identified by name, number and labels only, because reading them all would take as long as an epoch.
     """
     facts = {
         "data": data.name,
@@ -287,7 +287,7 @@ def identify_data(data: Split | ImageFiles, preprocess: Preprocess) -> dict[str,
 
 
 def probe_preprocess(preprocess: Preprocess, shape: tuple[int, ...]) -> list[Any]:
-    """Preprocess a black and a white image: another normalisation or layout shows here, a new name does not."""
+    """Preprocess a black and a white image; the result changes with the normalisation or layout."""
     black = torch.zeros(shape, dtype=torch.uint8)
     seen: Any = preprocess(torch.stack([black, black + 255]))
     if not isinstance(seen, Tensor) or seen.ndim < 2 or len(seen) != 2:
@@ -313,19 +313,19 @@ def decode(images: ImageFiles, max_bytes: int, workers: int | None = None) -> Im
 
 
 def inputs_of(images: Images) -> Any:
-    """Give images the form that `profile`, `adapt` and `stream` take."""
+    """Return images in the form that `profile`, `adapt` and `stream` take."""
     return images.images if isinstance(images, Split) else images
 
 
 def first_inputs(images: Images, count: int) -> Tensor:
-    """Give the first images as one tensor `[count, C, H, W]`; of files only these are decoded."""
+    """Return the first images as one tensor `[count, C, H, W]`; only these files are decoded."""
     if isinstance(images, Split):
         return images.images[:count]
     return torch.stack([images[index][0] for index in range(min(count, len(images)))])
 
 
 def labelled(images: Images) -> Any:
-    """Give images and labels the form that `evaluate` takes."""
+    """Return images and labels in the form that `evaluate` takes."""
     return (images.images, images.labels) if isinstance(images, Split) else images
 
 
@@ -337,9 +337,9 @@ def _load(load: Callable[[str, Path | None], T], name: str, root: Path | None, f
 
 
 def _read_profile(file: Path, model: nn.Module) -> Profile | None:
-    """Read the profile in the file, if it belongs to this very model; a bad file is quickly made again.
+    """Read the profile in the file if it belongs to this model; a bad file is made again.
 
-    A source model that was lost and trained again on a GPU has slightly other weights under the same name.
+    A lost source model that was trained again on a GPU has slightly different weights under the same name.
     """
     if not file.exists():
         return None
@@ -383,12 +383,12 @@ def _read_model(path: Path, recipe: Recipe, digest: str, seed: int, probe: Tenso
 
 @torch.no_grad()
 def _answer_probe(model: nn.Module, probe: Tensor | None) -> dict[str, str]:
-    """Write down the model's logits for two images: the same weights in other code would give something else."""
+    """Return the model's logits for two images, which reveal a change of its code."""
     return {} if probe is None else {"answers": json.dumps(model.eval()(probe).flatten().tolist())}
 
 
 def _agree(answers: str, others: str | None) -> bool:
-    """Compare logits, but for what two machines round differently."""
+    """Compare logits up to rounding differences between machines."""
     first, second = (torch.tensor(json.loads(text or "[]")) for text in (answers, others))
     return first.shape == second.shape and torch.allclose(first, second, rtol=1e-2, atol=1e-2, equal_nan=True)
 

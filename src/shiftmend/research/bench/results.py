@@ -1,4 +1,4 @@
-"""The stored results of a benchmark: those that belong to its settings as they are now, and how many others."""
+"""The stored results of a benchmark: those of its current settings, and the number of others."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Reading:
 
     benchmark: Benchmark
     cells: list[Cell]
-    """The cells of the benchmark's seeds, or of those asked for; other seeds only as far as they have been run."""
+    """Cells of the benchmark's or the requested seeds; cells of other seeds only if they have been run."""
     results: list[Result]
-    """The results of these cells, failed ones too."""
+    """Results of these cells, including failed ones."""
     clean: list[Result]
-    """The source model on clean images, which every protocol may be compared with."""
+    """Results of the source model on clean images, for comparison with every protocol."""
     others: int
-    """Results of the same benchmark and protocol that do not count: of other settings, data or learning rates."""
+    """Number of results of the same benchmark and protocol with other settings, data or learning rates."""
 
     @property
     def methods(self) -> list[str]:
@@ -66,7 +66,7 @@ def read(
     root: str | os.PathLike[str] | None = None,
     brief: bool = False,
 ) -> Reading:
-    """Read the results in `folder/results.sqlite`, or in a file that `bench export --format compact` wrote.
+    """Read the results in `folder/results.sqlite`, or in a compact file of `bench export --format compact`.
 
     The data sets are not needed. Results on published images of a shift take precedence. Otherwise the results count
     that a run on this machine would continue.
@@ -79,7 +79,7 @@ def read(
         seeds: Only these seeds; by default those of the benchmark and all others in the store.
         rates: Learning rates, if they differ from the benchmark's.
         root: Folder of the data sets, as for `shiftmend.research.bench.run.run`.
-        brief: Read only what is done and what failed; see `Store.brief_results`.
+        brief: Whether to read only which cells are done or failed; see `Store.brief_results`.
 
     Returns:
         The results that belong to the benchmark as it is defined now, and how many others there are.
@@ -142,7 +142,7 @@ def _find_clean(benchmark: Benchmark, results: Sequence[Result], seeds: set[int]
 def _with_stored_origins(benchmark: Benchmark, results: Sequence[Result]) -> Benchmark:
     """Take the origin of the data, which is part of a cell's recipe, from the results; see `read`.
 
-    Failed results count only for shifts without any finished one: a failure here must not hide a result from elsewhere.
+    Failed results count only for shifts without a finished one, so that a local failure does not hide a result.
     """
     done = {result.cell.shift for result in results if not result.failed}
     found: dict[str, list[Origin]] = {}

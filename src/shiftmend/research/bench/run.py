@@ -1,4 +1,4 @@
-"""Running a benchmark: each cell is recorded as soon as it is done, and never run twice, so a run can be stopped."""
+"""Running a benchmark: each cell is stored as soon as it is done and never run twice, so a run can be interrupted."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Report:
     """Counts of the cells of a run: done, failed, and left over."""
 
     cells: int
-    """Cells that were asked for."""
+    """Number of requested cells."""
     already: int
     done: int
     failed: tuple[Result, ...]
     left: int
-    """Cells that were not started, for lack of time."""
+    """Number of cells that were not started, for lack of time."""
     seconds: float
 
 
@@ -71,14 +71,14 @@ def run(
     progress: Progress = None,
     say: Callable[[str], None] | None = None,
 ) -> Report:
-    """Run the cells of a benchmark that are not in `folder/results.sqlite` yet.
+    """Run the cells of a benchmark that are not yet in `folder/results.sqlite`.
 
-    Source models and profiles are made where they are missing and kept in `folder`. A cell that fails is recorded with
-    its error, and tried again in the next run.
+    Missing source models and profiles are made and kept in `folder`. A cell that fails is recorded with its error, and
+    tried again in the next run.
 
     Args:
         benchmark: A name, or `file.py:NAME`.
-        folder: Where results, source models and profiles lie.
+        folder: Folder of results, source models and profiles.
         protocol: One of the benchmark's protocols.
         methods: Rows of its table; all by default.
         shifts: Shifts, or `clean`; all by default.
@@ -86,12 +86,12 @@ def run(
         rates: Learning rates to choose from without labels.
         root: The folder of the data sets.
         device: `auto`, `cpu`, `cuda`, ...
-        workers: Processes; on a single GPU threads.
-        compile: Compile the steps of `adapt`: for many cells of a large network on a GPU.
-        minutes: Begin nothing that would likely last longer, see `TimeLimit`; the rest is for the next run.
+        workers: Number of processes; on a single GPU, of threads.
+        compile: Whether to compile the steps of `adapt`; useful for many cells of a large network on a GPU.
+        minutes: Time limit in minutes; see `TimeLimit`. The remaining cells are left for the next run.
         executor: `local`, or `ray` for a cluster.
-        progress: Show bars; by default on a terminal.
-        say: Called with a line for each finished cell.
+        progress: Whether to show bars; by default only on a terminal.
+        say: Function that is called with a line for each finished cell.
     """
     started = time.perf_counter()
     chosen, home, place = find(benchmark), Path(folder), _find_data_root(root)
@@ -146,20 +146,22 @@ def _check(executor: str, workers: int | None, minutes: float | None, rates: Seq
     if any(not 0 < rate < float("inf") for rate in rates):
         raise DataError(f"Expected learning rates to be positive numbers, got {list(rates)}.")
     if home.exists() and not home.is_dir():
-        raise DataError(f"{home} is a file, expected a folder for results. Name another.")
+        raise DataError(f"Expected a folder for results, got the file {home}. Name another.")
 
 
 def _find_data_root(root: str | os.PathLike[str] | None) -> Path | None:
-    """Name the folder of the data sets, since the environment of a worker elsewhere may not have it."""
+    """Resolve the folder of the data sets, because the environment of a remote worker may not define it."""
     named = os.fspath(root) if root is not None else os.environ.get(ROOT_VARIABLE, "")
     place = Path(named).expanduser() if named else None
     if root is not None and (place is None or not place.is_dir()):
-        raise DataError(f"the data folder {named!r} does not exist; name the folder that the data sets lie in")
+        raise DataError(
+            f"Expected the folder that the data sets lie in, got {named!r}, which does not exist. Name another."
+        )
     return place
 
 
 def _make_absolute(benchmark: str) -> str:
-    """Name a benchmark so that it is found from another working directory, too."""
+    """Return a name of the benchmark that is valid in any working directory."""
     file, colon, attribute = benchmark.rpartition(":")
     return f"{Path(file).absolute()}:{attribute}" if colon else benchmark
 
@@ -173,7 +175,7 @@ def _start_executor(executor: Executor, job: Job, advance: Advance, workers: int
 
 
 def _count_workers(benchmark: Benchmark, device: str) -> int:
-    """Take one for each GPU, or several on a single one; without any, one a core for a small network, else one."""
+    """Return one worker per GPU, or several on a single one; on CPUs, one per core for a small network, else one."""
     if _is_one_gpu(device):
         return benchmark.cells_per_gpu
     if device != "cpu" and torch.cuda.is_available():
@@ -182,14 +184,14 @@ def _count_workers(benchmark: Benchmark, device: str) -> int:
 
 
 def _is_one_gpu(device: str) -> bool:
-    """Tell if all cells run on one GPU: it is the only one, or it is named."""
+    """Tell whether all cells run on one GPU, because it is the only one or was named."""
     if device == "cpu" or not torch.cuda.is_available():
         return False
     return torch.cuda.device_count() == 1 or device.startswith("cuda:")
 
 
 class Display:
-    """The progress of a run: cells done, what is running and how far it is, and the time left.
+    """The progress of a run: finished cells, running tasks with their progress, and the time left.
 
     Lines go to `say`. Where progress is to be shown without a terminal for bars and without `say`, lines go to standard
     error.
@@ -200,7 +202,7 @@ class Display:
     ) -> None:
         self.title, self.cells, self.preparations, self.say = title, cells, preparations, say
         self.done = self.prepared = 0
-        # Workers may be threads, and each says how far it is.
+        # Workers may be threads, which report their progress concurrently.
         self._lock = threading.RLock()
         self._parts: dict[Task, tuple[int, int]] = {}
         self._show = cells > 0 and (show is True or (show is None and sys.stderr.isatty()))
@@ -232,7 +234,7 @@ class Display:
             self._bars.stop()
 
     def advance(self, task: Task, done: int, total: int) -> None:
-        """Show that a task has begun (0 of 0), or has come further; its total may not be known."""
+        """Show that a task has started (0 of 0) or made progress; its total may be unknown."""
         with self._lock:
             _, known = self._parts.get(task, (0, 0))
             known = total if total > done else known
@@ -264,7 +266,7 @@ class Display:
                 self.say(f"{self.done}/{self.cells}  {describe_result(result)}  ({format_left(self.remaining())})")
 
     def remaining(self) -> float:
-        """Estimate the seconds left, at the pace so far, parts of cells included; NaN at first."""
+        """Estimate the seconds left at the pace so far, including parts of cells; NaN at first."""
         with self._lock:
             parts = sum(done / total for task, (done, total) in self._parts.items() if total and isinstance(task, Cell))
         progress = self.done + parts
@@ -278,7 +280,7 @@ class Display:
 
 
 def format_left(seconds: float) -> str:
-    """Write how long a run will still take, as part of a sentence; NaN means unknown."""
+    """Format the remaining time of a run as part of a sentence; NaN means unknown."""
     if seconds != seconds:
         return "time left unknown"
     if seconds < 90:

@@ -42,13 +42,13 @@ STORE = "results.sqlite"
 
 VERSION = 1
 APPLICATION_ID = b"shmd"
-"""Marks the file as ours, in the place that SQLite's header has for this (bytes 68 to 71)."""
+"""Application id that marks the file as ours, in SQLite's header (bytes 68 to 71)."""
 
 SECONDS_TO_WAIT = 60.0
-"""The time to wait for another process that is writing."""
+"""Seconds to wait for another process that is writing."""
 
 UNSEALED = {"unsealed": True}
-"""Added to the manifest of a result whose file or row has no seal: nobody would notice a change."""
+"""Entry that is added to the manifest of a result without a seal, since changes would go unnoticed."""
 
 COMPACT_FORMAT = "shiftmend results"
 COMPACT_VERSION = 2
@@ -76,10 +76,10 @@ COLUMNS: dict[str, str] = {
     "history": "TEXT",
     "manifest": "TEXT",
 }
-"""The flat form of a result: names and SQL types, in the order of the table and of the exports."""
+"""The flat form of a result: names and SQL types, in the order of the table and of exports."""
 
 REQUIRED = (*_KEY, "status", "origin", "epochs", "finished", "history", "manifest")
-"""Columns without empty places. `seconds` is none of them: a NaN would be one."""
+"""Columns that are never empty. `seconds` may be NaN, which SQLite stores as NULL."""
 
 _PYTHON_TYPES = {"REAL": (int, float), "INTEGER": (int,), "TEXT": (str,)}
 _TYPE_NAMES = {"REAL": "a number", "INTEGER": "a whole number of at most 64 bits", "TEXT": "text in Unicode"}
@@ -88,19 +88,22 @@ _TYPE_NAMES = {"REAL": "a number", "INTEGER": "a whole number of at most 64 bits
 def load_results(
     folder: str | os.PathLike[str], benchmark: str | None = None, *, brief: bool = False, trust: str | None = None
 ) -> list[Result]:
-    """Load all results of a folder's store, of a store that is named itself, or of a compact file.
+    """Load all results of a folder's store, of a store, or of a compact file.
 
     Args:
         folder: The folder, the store or the compact file.
-        benchmark: Load results of this benchmark alone.
-        brief: Load of a store only what `Store.brief_results` gives.
+        benchmark: Load only results of this benchmark.
+        brief: Whether to load only what `Store.brief_results` returns.
         trust: Public key that the file must be signed with. A store cannot be signed, so it is refused.
     """
     place = Path(folder)
     if place.is_file() and not _read_header(place).startswith(_SQLITE_HEADER):
         return [result for result in read_compact(place, trust) if benchmark in (None, result.cell.benchmark)]
     if trust is not None:
-        raise DataError(f"{place} is a store, which bears no signature. Try a file of `bench export --sign`")
+        raise DataError(
+            f"Expected a signed export, got the store {place}, which bears no signature. Try a file of `bench export "
+            "--sign`."
+        )
     with Store(place if place.is_file() else place / STORE, read_only=True, check=not brief) as store:
         return store.brief_results(benchmark) if brief else store.results(benchmark=benchmark)
 
@@ -136,10 +139,10 @@ _PUT_IF_BETTER = _PUT + " AND (excluded.status = 'done' OR excluded.finished > c
 
 
 class Store:
-    """One file of results, opened by one process and thread; any number of processes may have it open at once.
+    """One file of results, opened by one process and thread; several processes may open it at once.
 
-    The file is made if it is missing, but not its folder. With `read_only`, a missing file is an error and nothing is
-    ever recorded. Without `check`, which reads all of the file, damage shows only where something is read.
+    The file is created if it is missing, but not its folder. With `read_only`, a missing file is an error, and nothing
+    is recorded. Without `check`, which reads the whole file, damage is detected only where something is read.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False, check: bool = True) -> None:
@@ -176,8 +179,8 @@ class Store:
         version = self._pragma("user_version")
         if version != VERSION:
             raise DataError(
-                f"the store {self.path} has version {version}, expected {VERSION}; "
-                "open it with the shiftmend that wrote it, or name a new file"
+                f"Expected a store of version {VERSION}, got {version} in {self.path}. Open it with the shiftmend that "
+                "wrote it, or name a new file."
             )
         if check and self._pragma("quick_check") != "ok":
             raise _refuse_damaged(self.path)
@@ -216,9 +219,9 @@ class Store:
                 raise
 
     def record(self, result: Result) -> bool:
-        """Keep a result for good: once this returns, it survives the end of the process and of the machine's power.
+        """Store a result permanently: once this returns, it survives a crash and a power cut.
 
-        A finished cell keeps its first result, whatever is recorded afterwards; a failed one is replaced by any other.
+        A finished cell keeps its first result; a failed one is replaced by any other.
 
         Returns:
             True if `result` is what the store now holds.
@@ -255,7 +258,8 @@ class Store:
         query = f"SELECT {read} FROM cells WHERE {conditions} ORDER BY {', '.join(_KEY)}"
         try:
             with _explain_errors(self.path):
-                # One at a time: the text of all rows would take several times the memory of the results.
+                # Rows are read one at a time, because the text of all rows would take several times the memory of the
+                # results.
                 return [_from_row(row) for row in self._connection.execute(query, wanted)]
         except DataError as error:
             raise DataError(f"the store {self.path}: {error}") from None
@@ -274,7 +278,7 @@ class Store:
                 return [_from_brief_row(row) for row in rows]
 
     def cells(self) -> set[Cell]:
-        """List the cells that are done; failed ones are to be tried again."""
+        """List the finished cells; failed ones are tried again."""
         with _explain_errors(self.path):
             rows = self._connection.execute(f"SELECT {', '.join(_KEY)} FROM cells WHERE status = 'done'").fetchall()
         return {Cell(*row) for row in rows}
@@ -311,7 +315,7 @@ def _to_row(result: Result) -> dict[str, Value]:
 
 
 def _hash_row(row: Mapping[str, Value]) -> str:
-    """Hash the values of a row as SQLite gives them back: whole numbers in a column of fractions are fractions."""
+    """Hash the values of a row as SQLite returns them: integers in a column of floats become floats."""
     values = [
         float(row[name] or 0) if COLUMNS.get(name) == "REAL" and row[name] is not None else row[name]
         for name in _STORED
@@ -325,47 +329,56 @@ def _from_row(row: tuple[Any, ...]) -> Result:
     try:
         damaged = digest is not None and digest != _hash_row(values)
     except (TypeError, ValueError):
-        # A column of fractions holds text.
+        # A column of floats contains text.
         damaged = True
     if damaged:
         cell = Cell(*(values[name] for name in _KEY))
-        raise DataError(f"the row of {cell} is damaged (it does not match its SHA-256); delete it and run it again")
+        raise DataError(f"The row of {cell} is damaged: it does not match its SHA-256. Delete it and run it again.")
     result = unflatten(values | dict.fromkeys(str(values["not_a_number"]).split(), math.nan))
     return result if digest is not None else replace(result, manifest=result.manifest | UNSEALED)
 
 
 def _from_brief_row(row: tuple[Any, ...]) -> Result:
-    # Rows share their text: names of methods and shifts occur thousands of times.
+    # Rows share their strings, because names of methods and shifts occur thousands of times.
     shared: list[Any] = [sys.intern(value) if type(value) is str else value for value in row]
     *key, status, error, origin, seconds, finished = shared
     cell = Cell(*key)
     if status != ("done" if error is None else "failed") or not isinstance(seconds, float | None):
-        raise DataError(f"the row of {cell} is damaged; delete it and run it again")
+        raise DataError(f"The row of {cell} is damaged. Delete it and run it again.")
     seconds = math.nan if seconds is None else seconds
     return Result(cell, origin=origin, error=error, seconds=seconds, finished=finished)
 
 
 def _check_place(path: Path, read_only: bool) -> None:
-    """Refuse what SQLite would report as 'unable to open database file', or only at the first write."""
+    """Refuse paths that SQLite would report as 'unable to open database file', or only at the first write."""
     if os.path.isdir(path):
-        raise DataError(f"{path} is a folder, expected the name of a store of benchmark results")
+        raise DataError(f"Expected the name of a store of benchmark results, got the folder {path}. Name a file in it.")
     if read_only:
         if not os.path.exists(path):
             raise _refuse_missing(path)
     elif not os.path.isdir(path.parent):
-        raise DataError(f"the folder {path.parent} of the store {path.name} does not exist; make it first")
+        raise DataError(
+            f"Expected the folder of the store {path.name}, got {path.parent}, which does not exist. Make it first."
+        )
     elif not os.access(path.parent, os.W_OK | os.X_OK) or (os.path.exists(path) and not os.access(path, os.W_OK)):
-        raise DataError(f"the store {path} or its folder is write-protected; permit writing or name another place")
+        raise DataError(
+            f"Expected a store that can be written, got {path}, which is write-protected. Permit writing, or name "
+            "another place."
+        )
 
 
 def _check_header(path: Path) -> None:
-    """Refuse a foreign file before SQLite opens it, which may change it: to mend what its owner left open."""
+    """Refuse a foreign file before SQLite opens it, which might change it."""
     header = _read_header(path)
-    # An empty file is one whose first process has come no further yet.
+    # An empty file may be a store that another process has just created.
     if header and not header.startswith(_SQLITE_HEADER):
-        raise DataError(f"{path} is no SQLite database, expected a store of benchmark results; name another file")
+        raise DataError(
+            f"Expected a store of benchmark results, got {path}, which is no SQLite database. Name another file."
+        )
     if header and header[68:72] != APPLICATION_ID:
-        raise DataError(f"{path} is an SQLite database but no store of benchmark results; name another file")
+        raise DataError(
+            f"Expected a store of benchmark results, got {path}, another SQLite database. Name another file."
+        )
 
 
 def _read_header(path: Path) -> bytes:
@@ -373,16 +386,16 @@ def _read_header(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(100)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; permit it or name another file") from None
+        raise DataError(f"File {path} cannot be read: {error.strerror}. Permit it, or name another file.") from None
 
 
 def _refuse_missing(path: Path) -> DataError:
-    return DataError(f"there is no store of benchmark results at {path} yet; run a benchmark to make it")
+    return DataError(f"Expected a store of benchmark results at {path}, got none. Run a benchmark to make it.")
 
 
 def _refuse_damaged(path: Path) -> DataError:
     return DataError(
-        f"the store {path} is damaged; go back to a copy, or rescue what is left with the sqlite3 shell's .recover"
+        f"The store {path} is damaged. Go back to a copy, or rescue what is left with the sqlite3 shell's .recover."
     )
 
 
@@ -418,7 +431,7 @@ def _explain_errors(path: Path) -> Iterator[None]:
 
 
 def flatten(result: Result) -> dict[str, Value]:
-    """Give a result the form of `COLUMNS`, history and manifest as JSON text."""
+    """Convert a result to the form of `COLUMNS`, with history and manifest as JSON text."""
     values: dict[str, Any] = asdict(result.cell) | {name: result.signals.get(name) for name in SIGNALS}
     for moment in _MOMENTS:
         outcome: Outcome | None = getattr(result, moment)
@@ -434,7 +447,7 @@ def flatten(result: Result) -> dict[str, Value]:
 
 
 def unflatten(row: Mapping[str, Any]) -> Result:
-    """Invert `flatten`, except that tuples in history and manifest have become lists."""
+    """Undo `flatten`, except that tuples in history and manifest have become lists."""
     cell = Cell(*(row[name] for name in _KEY))
     try:
         _check_row(row)
@@ -460,11 +473,11 @@ def unflatten(row: Mapping[str, Any]) -> Result:
             finished=row["finished"],
         )
     except (TypeError, ValueError) as error:
-        raise DataError(f"the row of {cell} is damaged ({error}); delete it and run it again") from None
+        raise DataError(f"The row of {cell} is damaged ({error}). Delete it and run it again.") from None
 
 
 def _check_row(row: Mapping[str, Any]) -> None:
-    """Refuse a row changed by hand that would make a table false, or fail half way."""
+    """Refuse a manually changed row that would make a table wrong or fail."""
     for name, kind in COLUMNS.items():
         value = row[name]
         if value is None and name not in (*REQUIRED, "seconds"):
@@ -492,7 +505,7 @@ def _read_outcome(row: Mapping[str, Any], moment: str) -> Outcome | None:
 
 
 def to_csv(results: Iterable[Result]) -> str:
-    """Write a header and one line a result, failed ones too; what is not known is empty, NaN is `nan`.
+    """Write a CSV with a header and one line per result, including failed ones; unknown values are empty, NaN is `nan`.
 
     History and manifest are JSON text in the last two columns.
     """
@@ -600,7 +613,7 @@ def read_compact(path: Path, trust: str | None = None) -> list[Result]:
     try:
         return from_compact(path.read_text(encoding="utf-8"), trust)
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read ({error}); name another file") from None
+        raise DataError(f"File {path} cannot be read ({error}). Name another file.") from None
     except DataError as error:
         raise DataError(f"{path} cannot be used as results: {one_line(error)}") from None
 

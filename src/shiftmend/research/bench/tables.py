@@ -1,8 +1,8 @@
-"""The tables of a benchmark, to stand beside the paper's.
+"""The tables of a benchmark, for comparison with the paper's.
 
-Four rules keep them honest. A mean is only taken over the whole of a set of shifts, never over those that happen to be
-done. Where methods have different numbers of seeds, these are counted. `best` is called an oracle wherever it stands.
-What differs from the paper's conditions is said at the foot, and so is which methods have no row as they were not run.
+Four rules keep them honest. A mean is taken only over a complete set of shifts, never over those that happen to be
+done. If methods have different numbers of seeds, the numbers are shown. `best` is always called an oracle. Differences
+from the paper's conditions, and methods that were not run, are listed below the table.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def across(results: Sequence[Result], *, protocols: Mapping[str, str], **about: 
 
 
 def selection(results: Sequence[Result], **about: Any) -> Table:
-    """Show what choosing the epoch without labels is worth: the accuracy of `last`, `selected` and `best`.
+    """Show the effect of choosing the epoch without labels: the accuracy of `last`, `selected` and `best`.
 
     Deviations of the differences are over seeds, each difference being within one run.
     """
@@ -106,7 +106,7 @@ def selection(results: Sequence[Result], **about: Any) -> Table:
     contrasts = ((1, 0, 0), (0, 1, 0), (0, 0, 1), (0, -1, 1), (-1, 1, 0))
     shown = _choose_rows(grid)
     entries = {method: [grid.mean(method, shifts, _contrast(*weights)) for weights in contrasts] for method in shown}
-    # Nobody is first in what an oracle chose.
+    # There is no best among figures that an oracle chose.
     for part in (0, 1):
         for method in grid.best({method: parts[part] for method, parts in entries.items()}):
             entries[method][part] = replace(entries[method][part], best=True)
@@ -168,7 +168,7 @@ def add_quoted(table: Table, grid: Grid) -> Table:
 
 
 def put_beside(paper: Table, rerun: Table) -> Table:
-    """Join two tables that differ in whose figures stand beside ours; each difference is named after its side."""
+    """Join two tables with different published figures; each difference is named after its source."""
     kinds = [{column.kind for column in table.columns} for table in (paper, rerun)]
     if "published" not in kinds[0] or "published" not in kinds[1]:
         chosen = rerun if "published" in kinds[1] else paper
@@ -209,12 +209,12 @@ def keep_columns(table: Table, keep: Callable[[Column], bool]) -> Table:
 
 
 def drop_means(table: Table) -> Table:
-    """Drop the means of a table for a part of the shifts: they are not what is published as the mean over all."""
+    """Drop the means of a table over some of the shifts, because the published mean is over all."""
     return replace(table, rows=tuple(row for row in table.rows if row.counts or not row.summary))
 
 
 def count_seeds(table: Table) -> Table:
-    """Add a column with the number of seeds, or a row where columns are methods, if it is not the same everywhere."""
+    """Add a column (or a row, if columns are methods) with the number of seeds, if they differ."""
     numbers = {
         len(entry.seeds)
         for row in table.rows
@@ -256,7 +256,7 @@ def _make_grid(results: Sequence[Result], about: Mapping[str, Any]) -> Grid:
 
 
 def _choose_rows(*grids: Grid) -> list[str]:
-    """List the methods that were run; if none was, all of them, for the sake of the published figures."""
+    """List the methods that were run; if there are none, all methods, to show the published figures."""
     run = {method for grid in grids for method in grid.run}
     return [method for method in grids[0].methods if method in run] or list(grids[0].methods)
 

@@ -1,7 +1,7 @@
-"""Training of source models after a recipe.
+"""Training of source models by a recipe.
 
-Everything random comes from the seed: two trainings on one CPU end with the same bits. On a GPU some of cuDNN's kernels
-add in no fixed order, and two trainings end with slightly different weights.
+All random numbers come from the seed: two trainings on one CPU end bitwise equal. On a GPU, some cuDNN kernels add in
+no fixed order, and two trainings end with slightly different weights.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ def train(
 ) -> nn.Module:
     """Train a source model and return it in eval mode, on the CPU.
 
-    What is left over after the last full batch of an epoch is left out.
+    The incomplete last batch of an epoch is left out.
 
     Args:
         recipe: The network and its training.
-        images: A `Split`, which lies on the device as it is, 8-bit, and is augmented and preprocessed there; or
+        images: A `Split`, which is kept on the device as 8-bit images and augmented and preprocessed there; or
             `ImageFiles`, which `workers` processes decode.
-        preprocess: Turns a batch of images into inputs.
-        seed: Decides everything random.
+        preprocess: Function from a batch of images to inputs.
+        seed: Seed of all random numbers.
         device: The device to train on.
-        tick: Called after every epoch.
-        workers: Processes that decode files; by default one a core, at most 8.
-        checkpoint: A file from which a killed training goes on, to the same end.
+        tick: Function that is called after every epoch.
+        workers: Number of processes that decode files; by default one per core, at most 8.
+        checkpoint: Path of a checkpoint, from which a killed training resumes.
         root: The data folder, for `recipe.pretrained`.
-        compile: Compile the steps that are captured on a GPU.
+        compile: Whether to compile the steps that are captured on a GPU.
     """
     if images.labels is None:
         raise DataError(f"Expected a label for each image of {images.name} to train on, got none.")
@@ -101,7 +101,7 @@ def train(
             captured = learner.capture(batches, compile)
     with rng.as_default() if captured is None else nullcontext():
         for epoch in range(done, recipe.epochs):
-            # Each epoch has its own seed, so that a checkpoint between two needs no RNG state.
+            # Each epoch has its own seed, so a checkpoint between two epochs needs no RNG state.
             rng.seed(seed * 1_000_003 + epoch + 1)
             if captured is not None and isinstance(batches, ResidentBatches):
                 learner.set_rate(epoch * captured.steps, captured.steps)
@@ -110,8 +110,8 @@ def train(
                 total = learner.epoch(epoch, batches(), len(images) // size, rng.generator)
             if not _is_finite(total, model):
                 raise ShiftmendError(
-                    f"training {recipe.network} on {images.name} with seed {seed} diverged in epoch {epoch + 1}: the "
-                    f"loss or the weights became NaN or infinite; lower the learning rate ({recipe.learning_rate:g})"
+                    f"Training {recipe.network} on {images.name} with seed {seed} diverged in epoch {epoch + 1}: NaN "
+                    f"or infinity. Lower the learning rate ({recipe.learning_rate:g})."
                 )
             if checkpoint is not None and time.monotonic() - written >= SECONDS_BETWEEN_CHECKPOINTS:
                 _save(checkpoint, run, epoch + 1, model, learner.optimiser)
@@ -158,7 +158,7 @@ class _Learner:
             group["lr"] = value
 
     def epoch(self, number: int, batches: Iterable[tuple[Tensor, Tensor]], steps: int, generator: Generator) -> Tensor:
-        """Learn from one batch after the other and return the sum of their losses."""
+        """Train on one batch after the other and return the sum of their losses."""
         total = torch.zeros((), device=self.device)
         for step, (batch, labels) in enumerate(batches):
             self.set_rate(number * steps + step, steps)
@@ -188,8 +188,8 @@ class _Learner:
         # A GPU would report a label beyond the last output as an unreadable crash.
         if logits.shape[1] <= self.highest_label:
             raise DataError(
-                f"{self.name} has labels up to {self.highest_label}, but {self.recipe.network} has {logits.shape[1]} "
-                "outputs. Set `classes` among the options of the recipe."
+                f"Expected {self.recipe.network} to have {self.highest_label + 1} outputs or more for {self.name}, got "
+                f"{logits.shape[1]}. Set `classes` among the options of the recipe."
             )
         loss = functional.cross_entropy(logits, labels, label_smoothing=self.recipe.label_smoothing)
         self.optimiser.zero_grad(set_to_none=True)
@@ -204,7 +204,7 @@ Batches = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 def make_batches(
     images: Split | ImageFiles, size: int, device: torch.device, generator: Generator, workers: int | None
 ) -> Batches:
-    """Make a function that gives the full batches of an epoch, in a new random order at each call."""
+    """Make a function that returns the full batches of an epoch, in a new random order at each call."""
     if isinstance(images, Split):
         return ResidentBatches(images, size, device, generator)
     processes = min(MAX_WORKERS, os.cpu_count() or 1) if workers is None else workers
@@ -250,7 +250,7 @@ class ResidentBatches:
 
 
 def load_pretrained(model: nn.Module, network: str, file: str, root: PathLike | None) -> None:
-    """Load everything but the head from a safetensors file that has to have all of it.
+    """Load everything except the head from a safetensors file, which must be complete.
 
     Args:
         model: The network to load into.
@@ -262,13 +262,15 @@ def load_pretrained(model: nn.Module, network: str, file: str, root: PathLike | 
     path = named if named.is_absolute() else data_root(root) / named
     if not path.is_file():
         raise DataError(
-            f"{path} is missing: expected the weights that {network} starts from, as a safetensors file. Put it "
-            "there, or train from scratch with pretrained=None."
+            f"Expected the weights that {network} starts from, got {path}, which is missing. Put a safetensors file "
+            "there, or use pretrained=None."
         )
     try:
         found = safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, OSError) as error:
-        raise DataError(f"{path} is no readable safetensors file ({error}). Replace it.") from error
+        raise DataError(
+            f"Expected a safetensors file, got {path}, which cannot be read ({error}). Replace it."
+        ) from error
     taps: Mapping[str, str] = model.shiftmend_taps  # type: ignore[assignment]
     head = taps["logits"].partition(":")[0]
     wanted = {
@@ -281,19 +283,19 @@ def load_pretrained(model: nn.Module, network: str, file: str, root: PathLike | 
         if name not in found or found[name].shape != value.shape:
             other = list(found[name].shape) if name in found else "nothing"
             raise DataError(
-                f"{path} does not fit {network}: expected {name} of shape {list(value.shape)}, got {other}. "
-                "Get weights of this very network."
+                f"Expected {name} of shape {list(value.shape)} in {path}, as {network} has it, got {other}. Get "
+                "weights of this very network."
             )
     model.load_state_dict({name: found[name] for name in wanted}, strict=False)
 
 
 def _can_be_captured(recipe: Recipe, device: torch.device) -> bool:
-    """Tell if a step can be a CUDA graph, which cannot change its rate from step to step as `inverse` does."""
+    """Tell whether a step can be a CUDA graph, which cannot change its rate in each step as `inverse` does."""
     return device.type == "cuda" and recipe.schedule == "cosine"
 
 
 def _is_finite(total: Tensor, model: nn.Module) -> bool:
-    """Check the sum of the losses and the weights, which the loss of the last step cannot tell about."""
+    """Check the sum of the losses, and the weights, which the last step may have changed."""
     weights = [value for value in model.state_dict().values() if value.is_floating_point()]
     return bool(torch.stack([value.isfinite().all() for value in (total, *weights)]).all())
 
@@ -306,7 +308,9 @@ def _resume(path: Path, run: str, model: nn.Module, optimiser: SGD) -> int:
         return 0
     saved, own = ({name: value.shape for name, value in state.items()} for state in (kept.model, named_tensors(model)))
     if saved != own:
-        raise ShiftmendError(f"checkpoint {path} is of a network with other layers. Delete it to start over.")
+        raise ShiftmendError(
+            f"Expected a checkpoint of this network, got {path}, which has other layers. Delete it to start over."
+        )
     restore(model, kept.model)
     restore_optimiser(optimiser, model, kept.optimiser)
     logger.info("resuming from %s after epoch %d", path, kept.epoch)
@@ -317,5 +321,5 @@ def _save(path: Path, run: str, epoch: int, model: nn.Module, optimiser: SGD) ->
     try:
         save(path, run, 0, epoch, [], model, optimiser)
     except OSError as error:
-        # A full disk is no reason to lose the training.
+        # A full disk must not end the training.
         logger.warning("the checkpoint %s could not be written (%s); training continues", path, error.strerror)

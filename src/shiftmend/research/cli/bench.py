@@ -68,7 +68,7 @@ def show_help(context: typer.Context) -> None:
 
 @bench.command("list")
 def list_benchmarks(as_json: Json = False) -> None:
-    """List all benchmarks, one in a line."""
+    """List all benchmarks, one per line."""
     from shiftmend.research.bench.suite import BENCHMARKS, find
 
     found = [find(name) for name in BENCHMARKS]
@@ -131,7 +131,7 @@ def show_benchmark(benchmark: Name, data_root: Root = None, as_json: Json = Fals
 
 
 def _show_methods(benchmark: Benchmark, facts: Mapping[str, Any]) -> None:
-    """Show a row for each method and choice of its options; protocols that share one share the row."""
+    """Show one row per method and set of options; protocols with equal options share a row."""
     from shiftmend.research.bench.benchmark import USUAL_PRESET
 
     rows: dict[tuple[str, str, str], list[str]] = {}
@@ -159,7 +159,7 @@ def _show_rows(title: str, what: str, rows: Mapping[str, str]) -> None:
 
 
 def _list_values(values: Mapping[str, Any]) -> str:
-    """Write `epochs 12, learning_rate 0.1`; what is not set, or off, is left out."""
+    """Format `epochs 12, learning_rate 0.1`, without options that are unset or off."""
     return ", ".join(
         f"{name} {_format_value(value)}" for name, value in values.items() if value not in (None, {}, False)
     )
@@ -189,11 +189,13 @@ def run(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     workers: Annotated[int | None, typer.Option(help="Processes; default: one per GPU, or per core if small.")] = None,
     compile: Annotated[bool, typer.Option(help="Compile steps on a GPU; pays off for many ResNet cells.")] = False,
-    minutes: Annotated[float | None, typer.Option(help="Start nothing that would probably take longer.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Time limit; start nothing that would probably exceed it.")
+    ] = None,
     executor: Annotated[str, typer.Option(help="local, or ray for a cluster.")] = "local",
     as_json: Json = False,
 ) -> None:
-    """Run the cells that are not done yet. Stop it at any time: what is done stays done. Exit code 1 if any failed."""
+    """Run the missing cells. It can be stopped at any time: finished cells are kept. Exit code 1 if any failed."""
     from shiftmend.research.bench.run import run as run_benchmark
 
     check_folder(folder)
@@ -295,13 +297,13 @@ def table(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Show mean and deviation over seeds beside the paper's figures, and what choosing without labels costs."""
+    """Show mean and deviation over seeds beside the paper's figures, and the cost of choosing without labels."""
     from shiftmend.research.bench.rendering import render, render_terminal
 
     if beside not in ("paper", "re-run", "none"):
-        raise DataError(f"there are no published figures called {beside!r}; expected paper, re-run or none")
+        raise DataError(f"Expected the published figures to be paper, re-run or none, got {beside!r}.")
     if as_json and format != "terminal":
-        raise DataError(f"--json and --format {format} contradict each other; leave one of them out")
+        raise DataError(f"Expected --json or --format {format}, got both. Leave one of them out.")
     found = _read(benchmark, folder, protocol, names(methods), seeds, learning_rates, data_root, needed=True)
     made = _tables(found, protocol, names(shifts), metric, which, per_shift, beside)
     if as_json:
@@ -454,7 +456,7 @@ def _coefficient(correlation: Any) -> str:
 
 
 def _say_remarks(results: Sequence[Result]) -> None:
-    """Say how the source images differ from the published ones, and which results do not belong together."""
+    """Say how the source images differ from the published ones, and which results must not be compared."""
     from shiftmend.research.bench.footnotes import about_mixtures, source_remarks
 
     for remark in (*source_remarks(results), *about_mixtures(results)):
@@ -486,7 +488,9 @@ def _read(
     )
     if needed and not found.results:
         others = f"; {found.others} are {OTHERS}" if found.others else ""
-        raise DataError(f"{folder} has no such results of {benchmark}, {protocol}{others}; run the benchmark first")
+        raise DataError(
+            f"Expected results of {benchmark}, {protocol} in {folder}, got none{others}. Run the benchmark first."
+        )
     return found
 
 
@@ -500,19 +504,19 @@ def export(
     sign: Sign = None,
     out: Out = None,
 ) -> None:
-    """Write everything in the store for other programs, or as a small file that `--folder` takes instead of a store."""
+    """Write all results of the store for other programs, or as a small file that `--folder` accepts."""
     from shiftmend.research.bench.store import load_results, to_compact, to_csv, to_json
     from shiftmend.research.bench.suite import find
 
     writers = {"csv": to_csv, "json": to_json}
     if format not in (*writers, "compact"):
-        raise DataError(f"unknown format {format!r}, expected csv, json or compact")
+        raise DataError(f"Expected --format to be csv, json or compact, got {format!r}.")
     if sign is not None and format != "compact":
         raise DataError(f"Expected --format compact for --sign, got {format}, which has no place for a signature.")
     key = None if sign is None else load_key(sign)
     results = load_results(folder, None if benchmark is None else find(benchmark).name)
     if benchmark is not None and not results:
-        raise DataError(f"{folder} has no results of {benchmark}; run the benchmark first")
+        raise DataError(f"Expected results of {benchmark} in {folder}, got none. Run the benchmark first.")
     write_out(to_compact(results, key) if format == "compact" else writers[format](results), out)
 
 
@@ -523,7 +527,7 @@ def page(
     data_root: Root = None,
     out: Out = None,
 ) -> None:
-    """Write all results of a benchmark as a page in Markdown, with how they were made and what is missing."""
+    """Write all results of a benchmark as a Markdown page, with how they were made and what is missing."""
     from shiftmend.research.bench.pages import page as write_page
     from shiftmend.research.bench.suite import find
 
@@ -531,11 +535,15 @@ def page(
         usual = out.parent / "notes" / f"{find(benchmark).name}.md"
         notes = usual if usual.is_file() else None
     if notes is not None and not notes.is_file():
-        raise DataError(f"there are no notes at {notes}; name a Markdown file, or leave them out")
+        raise DataError(
+            f"Expected notes as a Markdown file, got {notes}, which does not exist. Name another, or leave them out."
+        )
     try:
         own = "" if notes is None else notes.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise DataError(f"the notes {notes} are no text in UTF-8; name a Markdown file, or leave them out") from None
+        raise DataError(
+            f"Expected notes in UTF-8, got {notes}, which is no such text. Name a Markdown file, or leave them out."
+        ) from None
     write_out(write_page(benchmark, folder, own, root_of(data_root)), out)
 
 
@@ -546,7 +554,7 @@ def storage(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Measure from files what a profile costs beside the model and the data; --out writes a page in Markdown."""
+    """Measure the size of a profile compared with the model and the data; --out writes a Markdown page."""
     from shiftmend.research.bench import profile_sizes
     from shiftmend.research.bench.rendering import render_terminal
 
@@ -570,15 +578,20 @@ def merge(
     trust: Trust = None,
     as_json: Json = False,
 ) -> None:
-    """Add the results of other machines to the store. Results that are here already stay."""
+    """Add the results of other machines to the store. Existing results are kept."""
     from shiftmend.research.bench.store import STORE, Store, load_results
 
     places = {other / STORE if other.is_dir() else other: other for other in others}
     for file in places:
         if not file.exists():
-            raise DataError(f"there is no store of benchmark results at {file}; name one, its folder or an export")
+            raise DataError(
+                f"Expected a store of benchmark results, its folder or an export, got {file}, which does not exist. "
+                "Name another."
+            )
         if (folder / STORE).exists() and file.samefile(folder / STORE):
-            raise DataError(f"{file} cannot be merged with itself; name the store of another machine")
+            raise DataError(
+                f"Expected the store of another machine, got {file}, which cannot be merged with itself. Name another."
+            )
     # All of them are read before anything is changed.
     key = None if trust is None else read_public(trust)
     found = {str(file): load_results(place, trust=key) for file, place in places.items()}
@@ -623,7 +636,7 @@ def parse_seeds(text: str | None) -> list[int] | None:
     except ValueError:
         found = []
     if found is not None and (not found or not all(0 <= seed <= LARGEST_SEED for seed in found)):
-        raise DataError(f"--seeds {text!r} should be whole numbers from 0 to {LARGEST_SEED}, with commas")
+        raise DataError(f"Expected --seeds to be whole numbers from 0 to {LARGEST_SEED}, with commas, got {text!r}.")
     return found
 
 
@@ -634,12 +647,14 @@ def parse_rates(text: str | None) -> list[float] | None:
     except ValueError:
         found = []
     if found is not None and (not found or not all(0 < rate < float("inf") for rate in found)):
-        raise DataError(f"--learning-rates {text!r} should be positive numbers with commas")
+        raise DataError(f"Expected --learning-rates to be positive numbers with commas, got {text!r}.")
     return found
 
 
 def root_of(data_root: Path | None) -> Path | None:
     """Return the folder of the data sets; refuse one that does not exist."""
     if data_root is not None and not data_root.expanduser().is_dir():
-        raise DataError(f"the data folder {data_root} does not exist; name the folder that the data sets lie in")
+        raise DataError(
+            f"Expected the folder that the data sets lie in, got {data_root}, which does not exist. Name another."
+        )
     return None if data_root is None else data_root.expanduser()

@@ -69,7 +69,7 @@ def make(
     data_root: Root = None,
     as_json: Json = False,
 ) -> None:
-    """Make a shifted set from its clean images, as files in the published layout; go on where it was stopped."""
+    """Make a shifted set from its clean images, as files in the published layout; a second call resumes."""
     from shiftmend.research.datasets.made_sets import describe_made
     from shiftmend.research.datasets.made_sets import make as make_set
     from shiftmend.utils.progress import progress_bar

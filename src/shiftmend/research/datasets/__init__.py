@@ -1,7 +1,7 @@
-"""Datasets from their official files: read them, list them, fetch them, verify them.
+"""Datasets from their official files: read, list, fetch and verify them.
 
 A set that fits in memory is a `Split`: one uint8 tensor of images and one of labels. CAMELYON17 and VisDA-C do not fit
-and are `ImageFiles`, a torch `Dataset` for a `DataLoader`. docs/data.md says which file goes where.
+and are `ImageFiles`, a torch `Dataset` for a `DataLoader`. docs/data.md lists the place of each file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The known datasets: where they come from, which files lie where, and whether those are there and whole.
+"""The known datasets: their sources, their files, and checks that the files are complete.
 
-A checksum stands here only if the publisher states it, or if several independent sources agree on it.
+A checksum is listed only if the publisher states it, or if several independent sources agree on it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shiftmend.research.datasets.made_sets import check_made
 
 @dataclass(frozen=True)
 class Unpack:
-    """Instructions for an archive: members whose name begins with `only`, less their first `drop` folders."""
+    """Instructions for unpacking: members whose name begins with `only`, without their first `drop` folders."""
 
     into: str = "."
     only: str = ""
@@ -33,20 +33,20 @@ class Unpack:
 
 @dataclass(frozen=True)
 class Download:
-    """A file to fetch: its place under the data root, its address, and how to check that it is whole."""
+    """A file to fetch: its path under the data root, its address, and its checksum."""
 
     path: str
     urls: tuple[str, ...]
     md5: str | None = None
     sha256: str | None = None
     size: int | None = None
-    """Bytes, for progress alone: the checksum decides."""
+    """Size in bytes, for progress only; the checksum decides."""
     unpack: Unpack | None = None
 
 
 @dataclass(frozen=True)
 class Content:
-    """A file or folder that the readers need, and what is known about it."""
+    """A file or folder that the readers need, and the known facts about it."""
 
     path: str
     md5: str | None = None
@@ -58,7 +58,7 @@ class Content:
     images: int | None = None
     """Number of image files in a folder."""
     exact_count: bool = True
-    """Whether another number of images means damage, or only another edition."""
+    """Whether another number of images means damage, rather than another edition."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class Entry:
     downloads: tuple[Download, ...] = ()
     licence: str | None = None
     arrangement: str = ""
-    """Layout of the files, in words."""
+    """Layout of the files, described in words."""
 
     def by_hand(self, root: Path) -> str:
-        """Say what to do where nothing can be fetched."""
+        """Describe what to do if nothing can be fetched."""
         if self.downloads:
             places = ", ".join(str(root / download.path) for download in self.downloads)
             return f"get the files from {self.page} in a browser, put them at {places} and run this again"
@@ -83,12 +83,12 @@ class Entry:
 
 
 def find_entry(name: str, catalogue: Mapping[str, Entry] | None = None) -> Entry:
-    """Find a dataset by name; capitals, hyphens and underscores make no difference."""
+    """Find a dataset by name; case, hyphens and underscores are ignored."""
     entries = CATALOGUE if catalogue is None else catalogue
     for key, entry in entries.items():
         if _plain(key) == _plain(name):
             return entry
-    raise DataError(f"there is no dataset called {name!r}; expected one of {', '.join(entries)}")
+    raise DataError(f"Expected the dataset to be one of {', '.join(entries)}, got {name!r}.")
 
 
 def _plain(name: str) -> str:
@@ -100,7 +100,7 @@ State = Literal["complete", "missing", "damaged"]
 
 @dataclass(frozen=True)
 class Progress:
-    """A step of a long job: `done` of `total` bytes or files (None if unknown), or something to say."""
+    """A step of a long job: `done` of `total` bytes or files (None if unknown), or a message."""
 
     dataset: str
     file: str
@@ -114,7 +114,7 @@ Report = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class VerifyRow:
-    """The state of a dataset, and why."""
+    """The state of a dataset, with the reason."""
 
     dataset: str
     state: State
@@ -123,7 +123,7 @@ class VerifyRow:
 
 @dataclass(frozen=True)
 class ListingRow:
-    """A dataset of the catalogue, and how it can be had."""
+    """A dataset of the catalogue, and how to obtain it."""
 
     dataset: str
     summary: str
@@ -135,7 +135,7 @@ class ListingRow:
 
 
 def listing(catalogue: Mapping[str, Entry] | None = None) -> list[ListingRow]:
-    """List every known dataset, whether or not it is there."""
+    """List all known datasets, whether present or not."""
     rows = []
     for entry in (CATALOGUE if catalogue is None else catalogue).values():
         sizes = [download.size for download in entry.downloads]
@@ -168,7 +168,9 @@ def verify(
     """
     folder = data_root(root)
     if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}; expected the one that holds the datasets: is the name right?")
+        raise DataError(
+            f"Expected the folder that holds the datasets, got {folder}, which does not exist. Check the name."
+        )
     chosen = None if names is None else {find_entry(name, catalogue).name for name in names}
     return [
         verify_entry(entry, folder, checksums=checksums, report=report)
@@ -178,7 +180,7 @@ def verify(
 
 
 def verify_entry(entry: Entry, root: Path, *, checksums: bool = True, report: Report | None = None) -> VerifyRow:
-    """Check a dataset: complete if one of its layouts is, damaged if a file that is there is wrong, else missing.
+    """Check a dataset: complete if one of its layouts is, damaged if a present file is wrong, else missing.
 
     A set that `shiftmend data make` has written is checked against its own manifest.
     """
@@ -210,7 +212,7 @@ class Finding:
 
 
 def check_content(content: Content, root: Path, *, checksums: bool = True) -> Finding:
-    """Check a file or folder: there, of the right form and, if a checksum is known and wanted, the published one."""
+    """Check a file or folder: present, of the right form and, if wanted and known, with the published checksum."""
     path: Path | None = root / content.path
     try:
         path = next((place for place in _places(content, root) if place.exists()), None)
@@ -261,13 +263,13 @@ def _is_idx(path: Path) -> bool:
 def _check_folder(path: Path, content: Content) -> str:
     found = 0
     for _, folders, names in os.walk(path):
-        # Hidden files are passed over, as the readers do.
+        # Hidden files are skipped, as in the readers.
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += sum(os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".") for name in names)
     if found == 0 or (content.exact_count and content.images not in (None, found)):
         raise DataError(
-            f"{path} holds {found:,} images; expected {content.images or 1:,}: unpack the set again, or "
-            "remove what does not belong there"
+            f"Expected {content.images or 1:,} images in {path}, got {found:,}. Unpack the set again, or remove what "
+            "does not belong there."
         )
     if content.images in (None, found):
         return ""
@@ -277,22 +279,22 @@ def _check_folder(path: Path, content: Content) -> str:
 def _check_file(path: Path, content: Content, checksums: bool) -> str:
     size = path.stat().st_size
     if content.size not in (None, size):
-        raise DataError(f"{path} is {size:,} bytes long; expected {content.size:,}: delete it and fetch it again")
+        raise DataError(f"Expected {path} to have {content.size:,} bytes, got {size:,}. Delete it and fetch it again.")
     if size == 0:
-        raise DataError(f"{path} is empty; delete it and fetch it again")
+        raise DataError(f"Expected a file with content, got {path}, which is empty. Delete it and fetch it again.")
     if checksums and content.md5 is not None:
         if file_digest(path, "md5") == content.md5:
             return ""
         if not _is_idx(path):
             raise DataError(
-                f"{path} has not the published MD5 {content.md5}: it is damaged, or another edition; delete "
-                "it and fetch it again"
+                f"Expected the published MD5 {content.md5} of {path}, got another: it is damaged or another edition. "
+                "Delete it and fetch it again."
             )
     return _check_form(path, content, checksums)
 
 
 def _check_form(path: Path, content: Content, checksums: bool) -> str:
-    """Check what can be read off a file that no checksum vouches for."""
+    """Check the form of a file without a known checksum."""
     if _is_idx(path):
         return _check_idx(path, content, checksums)
     if path.suffix == ".npy":
@@ -300,17 +302,17 @@ def _check_form(path: Path, content: Content, checksums: bool) -> str:
         _compare_shape(path, array.shape, content)
     elif path.suffix == ".npz":
         with open_npz(path) as archive:
-            # Every member carries a checksum of its own.
+            # Every member has its own checksum.
             for key in archive.files:
                 read_member(archive, path, key)
     elif path.suffix == ".gz" and checksums:
-        # The file ends with a checksum of its own.
+        # The file ends with its own checksum.
         read_whole(path, "a whole gzip file", "fetch it again")
     return ""
 
 
 def _check_idx(path: Path, content: Content, checksums: bool) -> str:
-    """Check the content, not the compression: many tools leave these files uncompressed or compress them anew."""
+    """Check the content instead of the compression, because many tools decompress or recompress these files."""
     note = _compare_shape(path, read_idx(path).shape, content)
     if not checksums or content.md5 is None:
         return note
@@ -320,8 +322,8 @@ def _check_idx(path: Path, content: Content, checksums: bool) -> str:
     found = hashlib.md5(unpacked, usedforsecurity=False).hexdigest()
     if found != content.md5_unpacked:
         raise DataError(
-            f"{path} holds other data than the published file (unpacked MD5 {found} instead of "
-            f"{content.md5_unpacked}); delete it and fetch it again"
+            f"Expected the published content of {path} (unpacked MD5 {content.md5_unpacked}), got {found}. Delete it "
+            "and fetch it again."
         )
     return note
 
@@ -331,7 +333,9 @@ def _compare_shape(path: Path, shape: tuple[int, ...], content: Content) -> str:
     if expected is None or shape == expected or (*shape, 1) == expected:
         return ""
     if content.exact_count or shape[1:] != expected[1:]:
-        raise DataError(f"{path} holds an array {list(shape)}; expected {list(expected)}: delete it and fetch it again")
+        raise DataError(
+            f"Expected an array {list(expected)} in {path}, got {list(shape)}. Delete it and fetch it again."
+        )
     return f"{path.name}: {shape[0]:,} entries, the release has {expected[0]:,}"
 
 
@@ -460,7 +464,7 @@ def _like_mnist(
 
 
 def _emnist_contents() -> tuple[Content, ...]:
-    """List the files of EMNIST, of which no checksums are published and rebuilt sets of other sizes are in use."""
+    """List the files of EMNIST, which have no published checksums, and of which rebuilt sets of other sizes exist."""
     contents = []
     for split, count in EMNIST_COUNTS.items():
         stem = f"EMNIST/raw/emnist-balanced-{split}"
@@ -480,7 +484,7 @@ def _mnist_c_contents() -> tuple[Content, ...]:
 
 
 def _zenodo(record: int, file: str) -> tuple[str, str]:
-    """Give the addresses of a file of a record: that of today and the one before."""
+    """Return the current and the former address of a file of a record."""
     return (
         f"https://zenodo.org/records/{record}/files/{file}?download=1",
         f"https://zenodo.org/record/{record}/files/{file}",

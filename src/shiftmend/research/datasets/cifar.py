@@ -58,14 +58,14 @@ def cifar10(split: str = "train", root: PathLike | None = None) -> Split:
     if len(set(sizes)) > 1:
         odd = batches[int(np.argmin(sizes))]
         raise DataError(
-            f"{folder / odd} holds {min(sizes):,} images where another batch holds {max(sizes):,}; expected "
-            "equal batches: delete the file and fetch the set again"
+            f"Expected {max(sizes):,} images in {folder / odd}, as in another batch, got {min(sizes):,}. Delete it and "
+            "fetch the set again."
         )
     return _assemble(parts, folder, f"cifar-10-{split}", CIFAR10_CLASSES)
 
 
 def cifar100(split: str = "train", root: PathLike | None = None) -> Split:
-    """Load CIFAR-100 with its 100 fine labels; the 20 coarse ones stored beside them are passed over."""
+    """Load CIFAR-100 with its 100 fine labels; the 20 coarse ones are ignored."""
     check_split(split, ("train", "test"), "CIFAR-100")
     folder = _find_release(root, "cifar-100", "cifar-100-binary", "cifar-100-python")
     if folder.name.endswith("-binary"):
@@ -76,7 +76,7 @@ def cifar100(split: str = "train", root: PathLike | None = None) -> Split:
 
 
 def cifar10_c(corruption: str, severity: int = 5, root: PathLike | None = None, *, per_severity: int = 10_000) -> Split:
-    """Load the CIFAR-10 test images under one corruption; only the severity asked for is read from the disk."""
+    """Load the CIFAR-10 test images under one corruption; only the requested severity is read."""
     return _read_corrupted("cifar-10-c", "CIFAR-10-C", corruption, severity, root, per_severity, CIFAR10_CLASSES)
 
 
@@ -101,8 +101,8 @@ def _read_binary(path: Path, label_bytes: int, dataset: str) -> _Part:
     content = np.frombuffer(read_whole(path, f"images of {dataset}", fetch_hint(dataset)), np.uint8)
     if len(content) == 0 or len(content) % record:
         raise DataError(
-            f"{path} holds {len(content):,} bytes; expected whole records of {record:,}: it is truncated or "
-            f"no file of {dataset}, delete it and {fetch_hint(dataset)}"
+            f"Expected whole records of {record:,} bytes of {dataset} in {path}, got {len(content):,} bytes; delete it "
+            f"and {fetch_hint(dataset)}."
         )
     rows = content.reshape(-1, record)
     return rows[:, label_bytes:], rows[:, label_bytes - 1].astype(np.int64)
@@ -116,11 +116,11 @@ def _read_pickled(path: Path, label_key: str, dataset: str) -> _Part:
     good_images = isinstance(images, np.ndarray) and images.dtype == np.uint8 and images.ndim == 2
     if not good_images or images.shape[1] != PIXELS or not isinstance(labels, list) or len(labels) != len(images):
         raise DataError(
-            f"{path} lacks uint8 `data` [N, {PIXELS}] with as many `{label_key}`; it is no file of "
-            f"{dataset}: delete it and {fetch_hint(dataset)}"
+            f"Expected uint8 `data` [N, {PIXELS}] with as many `{label_key}` of {dataset} in {path}, got others; "
+            f"delete it and {fetch_hint(dataset)}."
         )
     if not all(isinstance(label, int) for label in labels):
-        raise DataError(f"{path} holds `{label_key}` that are no whole numbers; {fetch_hint(dataset)}")
+        raise DataError(f"Expected `{label_key}` in {path} to be whole numbers, got others; {fetch_hint(dataset)}.")
     return images, np.array(labels, np.int64)
 
 
@@ -129,8 +129,8 @@ def _assemble(parts: list[_Part], folder: Path, name: str, classes: tuple[str, .
     labels = np.concatenate([part[1] for part in parts])
     if labels.min(initial=0) < 0 or labels.max(initial=0) >= len(classes):
         raise DataError(
-            f"{folder} holds labels from {labels.min()} to {labels.max()}; expected 0 to {len(classes) - 1}: "
-            "a file in it belongs to another set or is damaged"
+            f"Expected labels from 0 to {len(classes) - 1} in {folder}, got {labels.min()} to {labels.max()}. Replace "
+            "the file that is damaged or of another set."
         )
     return Split(as_images(images.reshape(-1, *SHAPE)), as_labels(labels), name, classes)
 
@@ -146,7 +146,7 @@ def _read_corrupted(
 ) -> Split:
     check_known(corruption, CIFAR_CORRUPTIONS, f"shift of {folder}", DataError)
     if not 1 <= severity <= SEVERITIES:
-        raise DataError(f"{folder} has severities 1 to {SEVERITIES}, got {severity}")
+        raise DataError(f"Expected a severity from 1 to {SEVERITIES} of {folder}, got {severity}.")
     base = data_root(root) / folder
     rows = SEVERITIES * per_severity
     images_path, labels_path = base / f"{corruption}.npy", base / "labels.npy"
@@ -156,7 +156,7 @@ def _read_corrupted(
         raise wrong_array(images_path, images, f"uint8 [{rows}, 32, 32, 3]", dataset)
     if labels.shape != (rows,) or not np.issubdtype(labels.dtype, np.integer):
         raise wrong_array(labels_path, labels, f"{rows} integer labels", dataset)
-    # The file holds severity 1 first, and each severity in the order of the test images.
+    # The file starts with severity 1, and each severity is in the order of the test images.
     part = slice((severity - 1) * per_severity, severity * per_severity)
     pictures = as_images(images[part].transpose(0, 3, 1, 2))
     return Split(pictures, as_labels(labels[part]), f"{dataset}-{corruption}-{severity}", classes)

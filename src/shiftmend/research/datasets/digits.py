@@ -1,4 +1,4 @@
-"""MNIST and its relatives, their shifted versions, and the forms in which they are published."""
+"""MNIST and related sets, their shifted versions, and their file formats."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shiftmend.utils.checks import check_known
 # Upper case, then those lower-case letters that do not look like their capital.
 EMNIST_CLASSES = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghnqrt")
 EMNIST_COUNTS = {"train": 112_800, "test": 18_800}
-"""Images in the official Balanced split."""
+"""Number of images in the official Balanced split."""
 
 FASHION_CLASSES = (
     "T-shirt/top",
@@ -76,7 +76,7 @@ def kmnist(split: str = "train", root: PathLike | None = None) -> Split:
 
 
 def emnist(split: str = "train", root: PathLike | None = None) -> Split:
-    """Load EMNIST Balanced: digits and letters, 47 classes. The files hold them lying on their side; turn them up."""
+    """Load EMNIST Balanced: digits and letters, 47 classes. The stored images are transposed, which is undone."""
     names = {"train": "emnist-balanced-train", "test": "emnist-balanced-test"}
     stored = _read_idx_pair(root, "emnist", "EMNIST", split, names, EMNIST_CLASSES)
     return replace(stored, images=stored.images.transpose(2, 3).contiguous())
@@ -117,8 +117,8 @@ def usps(split: str = "train", root: PathLike | None = None) -> Split:
         whole = labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer)
         if images.dtype != np.uint8 or images.shape[1:] != (USPS_SIDE, USPS_SIDE) or not whole:
             raise DataError(
-                f"{path} holds x_{split} {images.dtype} {list(images.shape)} and labels {labels.dtype} "
-                f"{list(labels.shape)}; expected uint8 [N, {USPS_SIDE}, {USPS_SIDE}] and one whole number each."
+                f"Expected uint8 [N, {USPS_SIDE}, {USPS_SIDE}] as x_{split} of {path} with integer labels, got "
+                f"{images.dtype} {list(images.shape)} and {labels.dtype} {list(labels.shape)}."
             )
     else:
         images, labels = _read_libsvm(path)
@@ -158,12 +158,14 @@ def mnist_m(split: str = "test", root: PathLike | None = None) -> Split:
     content = read_whole(path, "a gzip-compressed pickle of arrays", fetch_hint("mnist-m"))
     images: Any = read_pickled_arrays(content, path).get(split)
     if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (28, 28, 3):
-        raise DataError(f"{path} lacks uint8 images [N, 28, 28, 3] under {split!r}; {fetch_hint('mnist-m')}")
+        raise DataError(
+            f"Expected uint8 images [N, 28, 28, 3] under {split!r} of {path}, got none; {fetch_hint('mnist-m')}."
+        )
     labels = mnist(split, root).labels
     if labels is None or len(labels) != len(images):
         raise DataError(
-            f"{path} holds {len(images):,} images under {split!r}, but MNIST beside it has "
-            f"{0 if labels is None else len(labels):,} labels; expected as many: one of the two is incomplete"
+            f"Expected as many images under {split!r} of {path} as MNIST beside it has labels, "
+            f"{0 if labels is None else len(labels):,}, got {len(images):,}. Complete both."
         )
     return Split(as_images(images.transpose(0, 3, 1, 2)), labels, f"mnist-m-{split}", DIGITS)
 
@@ -198,15 +200,15 @@ def read_idx(path: PathLike) -> NDArray[np.uint8]:
     file = Path(path)
     content = read_whole(file, "an idx file", "put the published one there")
     if len(content) < 4 or content[0] or content[1] or content[2] != UNSIGNED_BYTE:
-        raise DataError(f"{file} is no idx file of bytes: expected it to begin with 00 00 08; replace the file")
+        raise DataError(f"Expected an idx file of bytes, which begins with 00 00 08, got {file}. Replace the file.")
     start = 4 + 4 * content[3]
     if len(content) < start:
-        raise DataError(f"{file} ends inside its header; delete it and fetch it again")
+        raise DataError(f"File {file} ends inside its header. Delete it and fetch it again.")
     shape = struct.unpack(f">{content[3]}I", content[4:start])
     if len(content) - start != math.prod(shape):
         raise DataError(
-            f"{file} holds {len(content) - start:,} bytes of data where its header announces "
-            f"{' x '.join(map(str, shape))}; it is truncated or damaged: delete it and fetch it again"
+            f"Expected {' x '.join(map(str, shape))} bytes in {file}, as its header says, got "
+            f"{len(content) - start:,}. Delete it and fetch it again."
         )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
@@ -232,18 +234,18 @@ def _read_idx_pair(
     images, labels = read_idx(images_path), read_idx(labels_path)
     if images.shape[1:] != (28, 28) or len(images) == 0:
         raise DataError(
-            f"{images_path} holds {' x '.join(map(str, images.shape))} bytes; expected N x 28 x 28 (images): "
-            "put the right file there"
+            f"Expected images of N x 28 x 28 bytes in {images_path}, got {' x '.join(map(str, images.shape))}. Put the "
+            "right file there."
         )
     if labels.shape != images.shape[:1]:
         raise DataError(
-            f"{labels_path} holds {' x '.join(map(str, labels.shape))} bytes; expected one label for each of "
-            f"the {len(images):,} images beside it: put the right file there"
+            f"Expected one label for each of {len(images):,} images in {labels_path}, got "
+            f"{' x '.join(map(str, labels.shape))} bytes. Put the right file there."
         )
     if int(labels.max()) >= len(classes):
         raise DataError(
-            f"{labels_path} holds labels up to {int(labels.max())}; expected 0 to {len(classes) - 1}: "
-            "put the right file there"
+            f"Expected labels from 0 to {len(classes) - 1} in {labels_path}, got {int(labels.max())}. Put the right "
+            "file there."
         )
     return Split(as_images(images[:, None]), as_labels(labels), f"{dataset}-{split}", classes)
 
@@ -270,10 +272,12 @@ def _read_libsvm(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
                 values[row, int(index) - 1] = float(value)
     except (ValueError, OverflowError) as error:
         raise DataError(
-            f"{path} is no LIBSVM file ({error}): expected lines of `class index:value` with indices 1 to 256; "
-            "delete it and fetch it again"
+            f"Expected a LIBSVM file, lines of `class index:value` with indices 1 to 256, got {path} ({error}). Delete "
+            "it and fetch it again."
         ) from error
     if len(lines) == 0 or not np.abs(values).max() <= 1 or labels.min() < 0 or labels.max() > 9:
-        raise DataError(f"{path} is no USPS file: expected classes 1 to 10 and values from -1 to 1; replace the file")
+        raise DataError(
+            f"Expected a USPS file of classes 1 to 10 and values from -1 to 1, got {path}. Replace the file."
+        )
     grey = np.rint((values + 1) * 127.5).astype(np.uint8)
     return grey.reshape(-1, USPS_SIDE, USPS_SIDE), labels

@@ -1,4 +1,4 @@
-"""Fetch datasets: from several mirrors, resuming, with checksums, and nothing in place until it is whole."""
+"""Fetching datasets: from several mirrors, with resumption and checksums; files appear only when complete."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def unpack(
         raise
     except _DAMAGE as error:
         raise DataError(
-            f"{archive} could not be unpacked into {destination} ({one_line(error)}). Delete the archive and fetch it "
+            f"Archive {archive} could not be unpacked into {destination} ({one_line(error)}). Delete it and fetch it "
             "again, or free disk space."
         ) from error
     if count == 0:
-        raise DataError(f"{archive} holds no file {only + '*' if only else 'at all'}: it is not the expected archive")
+        raise DataError(f"Expected files {only + '*' if only else ''} in {archive}, got none. Replace the archive.")
     return count
 
 
@@ -134,7 +134,7 @@ def _put(source: IO[bytes], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
     try:
-        # What lies there is left from a killed process, or a link that somebody has planted.
+        # A leftover of a killed process, or a link that somebody has planted.
         partial.unlink(missing_ok=True)
         with partial.open("xb") as handle:
             shutil.copyfileobj(source, handle, 1 << 20)
@@ -145,7 +145,7 @@ def _put(source: IO[bytes], target: Path) -> None:
 
 CHUNK_BYTES = 1 << 18
 
-# Some publishers turn the default name of Python's client away.
+# Some publishers reject the default user agent of Python.
 USER_AGENT = f"shiftmend/{__version__}"
 TEMPORARY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -161,27 +161,27 @@ def fetch(
     keep_archives: bool = False,
     catalogue: Mapping[str, Entry] | None = None,
 ) -> VerifyRow:
-    """Get what is missing of a dataset, unpack it, and check it.
+    """Fetch the missing files of a dataset, unpack and verify them.
 
-    Files that are there and whole are not fetched again, and an archive that was put in its place by hand is used. A
-    download goes to `<file>.partial` and continues there after an interruption. Another process that wants the same
-    file meanwhile is refused.
+    Complete files are not fetched again, and an archive that was put in place by hand is used. A download goes to
+    `<file>.partial` and resumes there after an interruption. Another process that wants the same file meanwhile is
+    refused.
 
     Args:
         name: A name from the catalogue, e.g. "mnist".
         root: The data folder; by default that of the environment variable SHIFTMEND_DATA.
-        report: Called with each `Progress`.
-        attempts: Rounds through all mirrors in which nothing was gained, before giving up.
-        pause: Seconds between two rounds, twice as long each time.
-        timeout: Seconds to wait for an answer.
-        keep_archives: Keep an archive after it was unpacked.
+        report: Function that is called with each `Progress`.
+        attempts: Number of rounds through all mirrors without progress before giving up.
+        pause: Seconds between two rounds, doubled each time.
+        timeout: Seconds to wait for a response.
+        keep_archives: Whether to keep an archive after it was unpacked.
         catalogue: Other datasets than the known ones.
 
     Returns:
         The state of the dataset, which is complete.
 
     Raises:
-        DataError: If the set cannot be fetched, or is not whole afterwards.
+        DataError: If the set cannot be fetched, or is incomplete afterwards.
     """
     entry = find_entry(name, catalogue)
     folder = data_root(root)
@@ -190,22 +190,22 @@ def fetch(
     if before.state == "complete":
         return before
     if not entry.downloads:
-        raise DataError(f"{entry.name} cannot be fetched from here; {entry.by_hand(folder)}")
+        raise DataError(f"Dataset {entry.name} cannot be fetched from here; {entry.by_hand(folder)}")
     for download in entry.downloads:
         transfer = _Transfer(entry, download, folder, tell, attempts, pause, timeout)
         try:
             with alone_with(transfer.target) as alone:
                 if not alone:
-                    raise DataError(f"another process is fetching {transfer.target}; let it finish, then call again")
+                    raise DataError(f"Another process is fetching {transfer.target}. Let it finish, then call again.")
                 _provide(transfer, keep_archives)
         except OSError as error:
             raise DataError(
-                f"{transfer.target} cannot be written ({error}); make room or get leave to write there, or choose "
-                "another data folder"
+                f"File {transfer.target} cannot be written ({error}). Make room or get leave to write there, or choose "
+                "another data folder."
             ) from error
     after = verify_entry(entry, folder)
     if after.state != "complete":
-        raise DataError(f"{entry.name} was fetched, but is {after.state}: {after.detail}")
+        raise DataError(f"Dataset {entry.name} was fetched, but is {after.state}: {after.detail}")
     return after
 
 
@@ -240,7 +240,7 @@ class _Transfer:
 
 
 class _Interrupted(Exception):
-    """A failure that may not happen again."""
+    """A failure that may be temporary."""
 
 
 class _Refused(Exception):
@@ -262,7 +262,7 @@ def _provide(transfer: _Transfer, keep_archive: bool) -> None:
 
 
 def _obtain(transfer: _Transfer) -> None:
-    """Try the mirrors in turn until the file is whole, the mirrors are used up or nothing moves any more."""
+    """Try the mirrors in turn until the file is complete, or no mirror makes progress."""
     mirrors = list(transfer.download.urls)
     failures: dict[str, str] = {}
     idle = 0
@@ -286,12 +286,12 @@ def _obtain(transfer: _Transfer) -> None:
                 failures[url] = str(error)
             transfer.say(f"{_host(url)}: {failures[url]}", transfer.received())
             if len(transfer.download.urls) > 1 and not _known_by_checksum(transfer.download):
-                # Nothing would show that the halves of two mirrors do not match.
+                # Without a checksum, mismatched halves of two mirrors would go unnoticed.
                 transfer.partial.unlink(missing_ok=True)
         idle = 0 if gained else idle + 1
     reasons = "; ".join(f"{url}: {reason}" for url, reason in failures.items())
     raise DataError(
-        f"{transfer.download.path} could not be fetched ({reasons or 'no address is known'}); "
+        f"File {transfer.download.path} could not be fetched ({reasons or 'no address is known'}); "
         f"{transfer.entry.by_hand(transfer.root)}"
     )
 
@@ -310,7 +310,7 @@ def _transfer_from(url: str, transfer: _Transfer) -> bool:
         with error:
             if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and start:
                 if error.headers.get("Content-Range") == f"bytes */{start}":
-                    # The file was whole already.
+                    # The file was already complete.
                     return True
                 transfer.partial.unlink(missing_ok=True)
                 raise _Interrupted("does not continue where it stopped") from None
@@ -327,7 +327,7 @@ def _transfer_from(url: str, transfer: _Transfer) -> bool:
 
 
 def _is_resumed(response: http.client.HTTPResponse, start: int, transfer: _Transfer) -> bool:
-    """Tell whether the answer begins where asked: a server may ignore the question and send everything."""
+    """Tell whether the response continues at the requested position; a server may send everything instead."""
     if response.status != http.client.PARTIAL_CONTENT:
         return False
     place = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
@@ -359,7 +359,7 @@ def _receive(response: http.client.HTTPResponse, transfer: _Transfer, start: int
 
 
 def _open_no_link(path: str, flags: int) -> int:
-    """Open a file for writing, but no link that somebody may have planted."""
+    """Open a file for writing, but refuse links that somebody may have planted."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
@@ -370,13 +370,13 @@ def _put_in_place(transfer: _Transfer, resumed: bool) -> None:
         return
     transfer.partial.unlink(missing_ok=True)
     if resumed:
-        # The first part may have been another file's: once more from the beginning.
+        # The first part may belong to another file, so the download starts again.
         raise _Interrupted(f"the continued download has {difference}")
     raise _Refused(f"sent a file with {difference}")
 
 
 def _difference(path: Path, download: Download) -> str | None:
-    """Describe how a file differs from the published one; None if nothing speaks against it."""
+    """Describe how a file differs from the published one; None if no difference is known."""
     for algorithm, expected in (("sha256", download.sha256), ("md5", download.md5)):
         if expected is not None:
             found = file_digest(path, algorithm)
@@ -389,7 +389,7 @@ def _known_by_checksum(download: Download) -> bool:
 
 
 def _is_there(transfer: _Transfer) -> bool:
-    """Tell whether a file needs no unpacking, lies where the readers look, and is good."""
+    """Tell whether a file needs no unpacking, is in its place, and is valid."""
     path = transfer.download.path
     contents = [content for layout in transfer.entry.layouts for content in layout if content.path == path]
     good = any(check_content(content, transfer.root).state == "complete" for content in contents)
@@ -410,4 +410,4 @@ def _host(url: str) -> str:
 
 
 def _ignore(progress: Progress) -> None:
-    """Report to nobody."""
+    """Ignore progress."""

@@ -1,4 +1,4 @@
-"""Find the published files of a dataset and read them whole: plain, compressed, or pickled."""
+"""Finding the published files of a dataset, and reading them: plain, compressed, or pickled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def data_root(argument: PathLike | None = None) -> Path:
     """Return the folder that holds all datasets: `argument`, else the environment variable SHIFTMEND_DATA."""
     chosen = os.fspath(argument) if argument is not None else os.environ.get(ROOT_VARIABLE, "")
     if not chosen:
-        raise DataError(f"no data folder is known. Try `root` (--data-root), or `export {ROOT_VARIABLE}=/path/to/data`")
+        raise DataError(
+            f"Expected a data folder, got none. Pass root= (--data-root), or `export {ROOT_VARIABLE}=/path/to/data`."
+        )
     return Path(chosen).expanduser()
 
 
@@ -39,7 +41,7 @@ def first_existing(candidates: Iterable[Path], expected: str, remedy: str) -> Pa
     for place in places:
         if place.exists():
             return place
-    raise DataError(f"{places[0]} is missing: expected {expected} there; {remedy}")
+    raise DataError(f"Expected {expected}, got {places[0]}, which is missing; {remedy}.")
 
 
 def read_whole(path: Path, expected: str, remedy: str) -> bytes:
@@ -51,15 +53,15 @@ def read_whole(path: Path, expected: str, remedy: str) -> bytes:
         with bz2.open(path, "rb") if path.suffix == ".bz2" else path.open("rb") as file:
             return read_stream(file)
     except FileNotFoundError:
-        raise DataError(f"{path} is missing: expected {expected} there; {remedy}") from None
+        raise DataError(f"Expected {expected}, got {path}, which is missing; {remedy}.") from None
     except (EOFError, zlib.error, ValueError, OSError) as error:
         raise DataError(
-            f"{path} cannot be read whole ({one_line(error)}): expected {expected}; delete it and {remedy}"
+            f"Expected {expected}, got {path}, which cannot be read whole ({one_line(error)}); delete it and {remedy}."
         ) from error
 
 
 def fetch_hint(dataset: str) -> str:
-    """Say what to do about a missing or damaged file of a set in the catalogue."""
+    """Return advice about a missing or damaged file of a set in the catalogue."""
     return f'fetch it with shiftmend.research.datasets.fetch("{dataset}"), or put it there by hand'
 
 
@@ -67,22 +69,22 @@ def check_split(split: str, known: Iterable[str], dataset: str) -> None:
     """Refuse an unknown split, e.g. "val" of MNIST."""
     names = tuple(known)
     if split not in names:
-        raise DataError(f"{dataset} has no split called {split!r}; expected one of {', '.join(names)}")
+        raise DataError(f"Expected a split of {dataset} among {', '.join(names)}, got {split!r}.")
 
 
 def wrong_array(path: Path, array: NDArray[Any], expected: str, dataset: str) -> DataError:
     """Describe an array of another type or shape than the release has."""
     return DataError(
-        f"{path} holds {array.dtype} {list(array.shape)}; expected {expected}: delete it and {fetch_hint(dataset)}"
+        f"Expected {expected} in {path}, got {array.dtype} {list(array.shape)}; delete it and {fetch_hint(dataset)}."
     )
 
 
 def read_pickled_arrays(content: bytes, path: Path) -> dict[str, Any]:
-    """Read a pickled dictionary of arrays, lists, numbers and text, and run none of the code a pickle can name.
+    """Read a pickled dictionary of arrays, lists, numbers and text, without running code that a pickle can name.
 
-    Old releases (CIFAR "for Python", MNIST-M) are pickles, and a pickle may call any function. Here a pickle meets an
-    allow-list of instructions, then an allow-list of names, and each allowed name is a stand-in: NumPy is not called.
-    Arrays are views of `content`, so memory is bounded by the file.
+    Old releases (CIFAR "for Python", MNIST-M) are pickles, and a pickle may call any function. Here it is checked
+    against an allow-list of instructions and an allow-list of names, and each allowed name is a substitute: NumPy is
+    not called. Arrays are views of `content`, so memory is bounded by the file.
 
     Args:
         content: The pickle, as Python 2 or 3 wrote it.
@@ -99,8 +101,8 @@ def read_pickled_arrays(content: bytes, path: Path) -> dict[str, Any]:
         read = {_as_text(key): value for key, value in entries.items()}
     except _DAMAGE as error:
         raise DataError(
-            f"{path} was not read ({one_line(error) or type(error).__name__}): expected a pickle of arrays; delete it "
-            "and fetch it again"
+            f"Expected a pickle of arrays, got {path}, which was not read ({one_line(error) or type(error).__name__}). "
+            "Delete it and fetch it again."
         ) from error
     return {key: value.content if isinstance(value, _PickledArray) else value for key, value in read.items()}
 
@@ -129,7 +131,7 @@ _INSTRUCTIONS = frozenset(_INSTRUCTIONS_TEXT.split())
 
 
 def _check_instructions(content: bytes) -> None:
-    """Refuse what array data never needs, e.g. persistent objects, before anything is built."""
+    """Refuse instructions that array data never need, e.g. persistent objects, before anything is built."""
     for opcode, argument, position in pickletools.genops(content):
         if opcode.name not in _INSTRUCTIONS:
             raise ValueError(f"it uses the instruction {opcode.name}")
@@ -139,7 +141,7 @@ def _check_instructions(content: bytes) -> None:
 
 
 class _PickledNumberType:
-    """Stand-in for `numpy.dtype` in a pickle."""
+    """Substitute for `numpy.dtype` in a pickle."""
 
     def __init__(self, code: Any, *_: Any) -> None:
         self.code, self.order = _as_text(code), "|"
@@ -149,7 +151,7 @@ class _PickledNumberType:
 
 
 class _PickledArray:
-    """Stand-in for an array in a pickle, and for the function that makes one."""
+    """Substitute for an array in a pickle, and for the function that makes one."""
 
     content: NDArray[Any] | None = None
 
@@ -170,7 +172,7 @@ class _PickledArray:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Unpickler that knows the names of array data alone."""
+    """Unpickler that knows only the names of array data."""
 
     names: dict[tuple[str, str], Any] = {  # noqa: RUF012
         ("numpy.core.multiarray", "_reconstruct"): _PickledArray,

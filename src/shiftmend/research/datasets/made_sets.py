@@ -1,8 +1,8 @@
-"""Make EMNIST-DA, MNIST-C, MNIST-M, CIFAR-10-C and CIFAR-100-C from their clean images, in the published layout.
+"""Making EMNIST-DA, MNIST-C, MNIST-M, CIFAR-10-C and CIFAR-100-C from clean images, in the published layout.
 
-The readers of this package take what is made here for the published files; a manifest beside them, `shiftmend.json`,
-says that it is not, what it was made from, and the checksum of each part. The images are those that the benchmarks make
-in memory where there are no files.
+The readers of this package treat these files like the published ones; a manifest beside them, `shiftmend.json`, records
+that they are not, their origin, and the checksum of each part. The images equal those that the benchmarks make in
+memory without files.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shiftmend.utils.checks import check_known, counted
 from shiftmend.utils.files import alone_with, check_folder, write_atomically
 
 SEED = 2022
-"""A published set is one fixed draw of its noise, whatever the seed of a run; so is what is made."""
+"""Seed of the noise. A published set is one fixed draw, whatever the seed of a run, and so is a made set."""
 
 MANIFEST = "shiftmend.json"
 
@@ -52,10 +52,10 @@ PHOTOGRAPHS = 200
 HASHED_BYTES = 1 << 20
 
 MadeOrigin = Literal["regenerated", "rebuilt"]
-"""Made again by the published recipe; with other pictures than the published ones."""
+"""Made by the published recipe; or with other pictures than the published ones."""
 
 Report = Callable[[str, int, int], None]
-"""Called with the part that is made, how many parts are done, and how many there are."""
+"""Function that is called with the current part, the number of finished parts, and their total."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Part:
 
 @dataclass(frozen=True)
 class MadeSet:
-    """The outcome of `make`: the folder of the set, and the numbers of parts made now and found whole."""
+    """The result of `make`: the folder of the set, and the numbers of parts that were made and that existed."""
 
     folder: Path
     made: int
@@ -92,7 +92,7 @@ def make(
 ) -> MadeSet:
     """Make a shifted set from its clean images, and write it under `out` in the published layout.
 
-    Parts that are there and whole are left as they are, so that a second call goes on where the first was stopped.
+    Existing complete parts are kept, so that a second call continues where the first was stopped.
 
     Args:
         name: `emnist-da`, `mnist-c`, `mnist-m`, `cifar-10-c` or `cifar-100-c`.
@@ -101,13 +101,13 @@ def make(
             of CIFAR-C) and `BSDS500` (MNIST-M), else drawn.
         only: Names of shifts; all by default.
         splits: `train`, `valid` or `test`, of sets that have them; all by default.
-        report: Told about the progress.
+        report: Function that is called with the progress.
 
     Returns:
-        The folder that was written, and how much of it.
+        The folder of the set, and how much of it was made.
 
     Raises:
-        DataError: If a clean set is missing, or files are there already that were made by others or from others.
+        DataError: If a clean set is missing, or if files exist that were not made here or from other images.
     """
     check_known(name, SETS, "data set to make", DataError)
     check_folder(out)
@@ -120,7 +120,7 @@ def make(
     made = 0
     with alone_with(folder / MANIFEST) as alone:
         if not alone:
-            raise DataError(f"{folder} is being written by another process; wait for its end")
+            raise DataError(f"Another process is writing {folder}. Wait for its end.")
         manifest = _read_manifest(folder) or {"format": FORMAT, "version": 1, "set": name, "seed": SEED, "parts": {}}
         for number, part in enumerate(parts):
             if report is not None:
@@ -132,7 +132,7 @@ def make(
 
 
 def find_origin(root: PathLike | None, name: str, part: str) -> MadeOrigin | None:
-    """Say how a part of a set under the data root was made; None if it was not made by `make`."""
+    """Return how a part of a set under the data root was made; None if it was not made by `make`."""
     try:
         folder = data_root(root) / SETS[name].folder
     except DataError:
@@ -140,7 +140,7 @@ def find_origin(root: PathLike | None, name: str, part: str) -> MadeOrigin | Non
     try:
         manifest = _read_manifest(folder)
     except DataError:
-        # A damaged manifest still tells that the files beside it are not the published ones.
+        # Even a damaged manifest shows that the files are not the published ones.
         return "rebuilt"
     found: MadeOrigin | None = ((manifest or {}).get("parts", {}).get(part) or {}).get("origin")
     return found
@@ -172,11 +172,14 @@ def _is_whole(folder: Path, part: Part, manifest: Mapping[str, Any]) -> bool:
     there = [output for output in part.outputs if (folder / output).exists()]
     if known is None:
         if there:
-            raise DataError(f"{folder / there[0]} is there already and was not made here; name another folder")
+            raise DataError(
+                f"Expected a new folder, got {folder}, where {there[0]} was not made here. Name another folder."
+            )
         return False
     if known["made_from"] != dict(part.made_from):
         raise DataError(
-            f"{part.name} in {folder} was made from other images or pictures than those here now; name another folder"
+            f"Expected {part.name} in {folder} to be made from the images here, got one from others. Name another "
+            "folder."
         )
     return len(there) == len(part.outputs) and all(
         _describe(folder / output) == known["outputs"][output] for output in part.outputs
@@ -184,9 +187,9 @@ def _is_whole(folder: Path, part: Part, manifest: Mapping[str, Any]) -> bool:
 
 
 def _make_part(folder: Path, part: Part, manifest: dict[str, Any]) -> None:
-    """Write a part beside its place, note it in the manifest, and put it in place.
+    """Write a part to a temporary place, record it in the manifest, and move it into place.
 
-    Who is killed in between leaves a part in the manifest that is not there, and is made again.
+    After a kill in between, the manifest lists a part that does not exist, which is made again.
     """
     finals = [folder / output for output in part.outputs]
     staged = [final.with_name(f".{final.name}.partial") for final in finals]
@@ -215,7 +218,7 @@ def _remove(place: Path) -> None:
 
 
 def _describe(place: Path) -> dict[str, Any]:
-    """Give bytes and SHA-256 of a file; of a folder the number of files, and a hash over their names and contents."""
+    """Return size and SHA-256 of a file; for a folder, the number of files, and a hash of names and contents."""
     if place.is_file():
         return {"bytes": place.stat().st_size, "sha256": _hash_file(place).hexdigest()}
     files = sorted(path for path in place.rglob("*") if path.is_file() and not path.name.startswith("."))
@@ -241,7 +244,9 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
         found, _ = sealing.check_json(path.read_text(encoding="utf-8"))
         if found.get("format") == FORMAT and isinstance(found.get("parts"), dict):
             return found
-    raise DataError(f"{path} is no manifest of made data; remove it together with what was made beside it")
+    raise DataError(
+        f"Expected a manifest of made data, got {path}, which is none. Remove it together with what was made beside it."
+    )
 
 
 # ---- images
@@ -250,13 +255,13 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
 def _shift_in_portions(
     name: str, images: Tensor, pictures: Path | None = None, severity: int | None = None, seed: int = SEED
 ) -> Iterator[NDArray[np.uint8]]:
-    """Give shifted images a portion at a time, uint8 `[N, H, W, C]`."""
+    """Yield shifted images in portions, uint8 `[N, H, W, C]`."""
     for portion in shifts.apply_in_portions(name, images, severity=severity, seed=seed, textures=pictures):
         yield portion.permute(0, 2, 3, 1).contiguous().numpy()
 
 
 def _fill(array: NDArray[np.uint8], name: str, images: Tensor, places: Tensor, **options: Any) -> None:
-    """Shift the images at some places of a set, and put them at the same places of an array on the disk."""
+    """Shift the images at some indices of a set, and write them to the same indices of an array on disk."""
     start = 0
     for portion in _shift_in_portions(name, images[places], **options):
         array[places[start : start + len(portion)].numpy()] = portion
@@ -269,7 +274,7 @@ def _create_npy(place: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
 
 
 def _list_mnist_parts(split: str, count: int) -> list[tuple[Tensor, int]]:
-    """Divide MNIST into what benchmarks shift in one call, with its seed: the source part, and what it holds out."""
+    """Divide MNIST as the benchmarks do, with seeds: the source part, and the held-out part."""
     if split == "test" or count <= MNIST_VALIDATION:
         return [(torch.arange(count), SEED)]
     source, rest = held_out(count)
@@ -473,5 +478,5 @@ SETS: dict[str, Kind] = {
 
 
 def describe_made(made: MadeSet) -> str:
-    """Say in a sentence what `make` has done."""
+    """Describe in a sentence what `make` has done."""
     return f"{counted(made.made, 'part')} made, {made.found} were whole already: {made.folder}"

@@ -1,4 +1,4 @@
-"""Divide data for the benchmarks, by indices that depend on a seed and nothing else."""
+"""Division of data for the benchmarks, by indices that depend only on a seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def held_out(count: int, validation: int = MNIST_VALIDATION, seed: int = MNIST_S
     Every shifted version of MNIST keeps MNIST's order, so the same call selects the same digits in each version.
     """
     if not 0 < validation < count:
-        raise DataError(f"cannot hold {validation} of {count} samples out; expected between 1 and {count - 1}")
+        raise DataError(f"Expected to hold out between 1 and {count - 1} of {count} samples, got {validation}.")
     order = torch.randperm(count, generator=_generator(seed), device="cpu")
     return order[validation:].sort().values, order[:validation].sort().values
 
@@ -34,8 +34,8 @@ def emnist_source(labels: Tensor, train: int = 2_000, validation: int = 400) -> 
     smallest = min(groups, key=len)
     if len(smallest) < train:
         raise DataError(
-            f"class {int(labels[smallest[0]])} has {counted(len(smallest), 'sample')}; expected at least {train} "
-            "in every class"
+            f"Expected at least {train} samples in every class, got {counted(len(smallest), 'sample')} of class "
+            f"{int(labels[smallest[0]])}."
         )
     first = torch.cat([group[:train] for group in groups]).sort().values
     if validation < 1 or len(smallest) < train + validation:
@@ -46,11 +46,14 @@ def emnist_source(labels: Tensor, train: int = 2_000, validation: int = 400) -> 
 def fractions(count: int, parts: Sequence[float] = (0.8, 0.1, 0.1), seed: int = 0) -> tuple[Tensor, ...]:
     """Draw random disjoint parts that cover all samples; the last part takes the rest left by rounding."""
     if min(parts, default=0.0) <= 0 or abs(sum(parts) - 1) > 1e-9:
-        raise DataError(f"cannot split by {list(parts)}; expected positive fractions that add up to 1")
+        raise DataError(f"Expected positive fractions that add up to 1, got {list(parts)}.")
     sizes = [int(count * part + 1e-9) for part in parts[:-1]]
     sizes.append(count - sum(sizes))
     if min(sizes) < 1:
-        raise DataError(f"{count} samples are too few for parts of {list(parts)}: one of them would be empty")
+        raise DataError(
+            f"Expected enough samples for parts of {list(parts)}, got {count}, of which one part would be empty. Use "
+            "fewer parts."
+        )
     order = torch.randperm(count, generator=_generator(seed), device="cpu")
     return tuple(part.sort().values for part in torch.split(order, sizes))
 
@@ -67,26 +70,26 @@ def halves(labels: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
 def few_shot(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
     """Draw `per_class` samples of each class without replacement."""
     if per_class < 1:
-        raise DataError(f"expected at least one sample per class, got {per_class}")
+        raise DataError(f"Expected at least one sample per class, got {per_class}.")
     generator = _generator(seed)
     chosen = []
     for group in _by_class(labels):
         if len(group) < per_class:
             raise DataError(
-                f"class {int(labels[group[0]])} has {counted(len(group), 'sample')}, too few to draw {per_class} from; "
-                "ask for less"
+                f"Expected at least {per_class} samples in every class, got {counted(len(group), 'sample')} of class "
+                f"{int(labels[group[0]])}. Ask for less."
             )
         chosen.append(group[torch.randperm(len(group), generator=generator, device="cpu")[:per_class]])
     return torch.cat(chosen).sort().values
 
 
 def balanced(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
-    """Draw exactly `per_class` indices of each class: drop some where there are more, repeat some where fewer.
+    """Draw exactly `per_class` indices of each class, by dropping or repeating samples.
 
-    Within a class no sample appears more than once more often than another, so as many as possible are kept.
+    Within a class, counts of samples differ by at most one, so that as many as possible are kept.
     """
     if per_class < 1:
-        raise DataError(f"expected at least one sample per class, got {per_class}")
+        raise DataError(f"Expected at least one sample per class, got {per_class}.")
     generator = _generator(seed)
     chosen = []
     for group in _by_class(labels):
@@ -99,10 +102,10 @@ def balanced(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
 def _by_class(labels: Tensor) -> list[Tensor]:
     """Return the indices of each class that occurs, in their original order."""
     if labels.ndim != 1 or len(labels) == 0:
-        raise DataError(f"expected a vector of at least one label, got {list(labels.shape)}")
+        raise DataError(f"Expected a vector of at least one label, got {list(labels.shape)}.")
     if int(labels.min()) < 0:
         raise DataError(
-            f"there is a label {int(labels.min())}; expected class numbers from 0: leave out samples without a class"
+            f"Expected class numbers from 0, got a label {int(labels.min())}. Leave out samples without a class."
         )
     order = torch.argsort(labels, stable=True)
     return list(torch.split(order, torch.unique(labels, return_counts=True)[1].tolist()))

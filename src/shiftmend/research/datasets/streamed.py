@@ -1,4 +1,4 @@
-"""Datasets that do not fit in memory: the workers of a `DataLoader` decode an image when it is asked for."""
+"""Datasets that do not fit in memory: the workers of a `DataLoader` decode images on demand."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class ImageFiles(Dataset[tuple[Tensor, int, int]]):
     """Image files with labels. An item is (uint8 image [3, H, W], label, index).
 
     An image of another `size` (height, width) is scaled or, with `scale=False`, refused. Then `transform` is applied,
-    if there is one. File names are held as one array of bytes, not as Python strings, so that the workers of a loader
-    share the array instead of copying it.
+    if given. File names are stored as one array of bytes instead of Python strings, so that the workers of a loader
+    share it.
     """
 
     def __init__(
@@ -64,11 +64,14 @@ class ImageFiles(Dataset[tuple[Tensor, int, int]]):
         transform: Transform | None = None,
     ) -> None:
         if not files or len(files) != len(labels):
-            raise DataError(f"{name} lists {len(files)} images and {len(labels)} labels; expected some, and as many")
+            raise DataError(
+                f"Expected as many images as labels in {name}, and some, got {len(files)} images and {len(labels)} "
+                "labels."
+            )
         if int(labels.min()) < 0 or int(labels.max()) >= len(classes):
             raise DataError(
-                f"{name} has labels from {int(labels.min())} to {int(labels.max())}; expected 0 to "
-                f"{len(classes) - 1}: its list of labels is damaged"
+                f"Expected labels from 0 to {len(classes) - 1} in {name}, got {int(labels.min())} to "
+                f"{int(labels.max())}. Replace its list of labels."
             )
         self.folder = folder
         self.labels = labels
@@ -86,8 +89,8 @@ class ImageFiles(Dataset[tuple[Tensor, int, int]]):
         image = torch.from_numpy(np.array(decode_image(self.path(index), self.size if self.scale else None, 3)))
         if self.size is not None and image.shape[1:] != self.size:
             raise DataError(
-                f"{self.path(index)} is {image.shape[1]} x {image.shape[2]} pixels; expected "
-                f"{self.size[0]} x {self.size[1]} as in the whole of {self.name}: replace the file"
+                f"Expected images of {self.size[0]} x {self.size[1]} pixels in {self.name}, got {image.shape[1]} x "
+                f"{image.shape[2]} in {self.path(index)}. Replace the file."
             )
         if self.transform is not None:
             image = self.transform(image)
@@ -98,7 +101,7 @@ class ImageFiles(Dataset[tuple[Tensor, int, int]]):
         return self.folder / os.fsdecode(bytes(self._files[index]))
 
     def take(self, indices: Tensor, name: str | None = None) -> ImageFiles:
-        """Take the images at `indices`, in that order; an index named twice appears twice."""
+        """Take the images at `indices`, in that order; repeated indices are allowed."""
         files = [os.fsdecode(bytes(file)) for file in self._files[indices.numpy()]]
         return ImageFiles(
             self.folder,
@@ -118,7 +121,7 @@ def camelyon17(hospital: int, root: PathLike | None = None, *, transform: Transf
     The column `center` of the metadata names the hospital; the splits of WILDS play no part. Hospital 3 is the source.
     """
     if hospital not in HOSPITALS:
-        raise DataError(f"CAMELYON17 has hospitals {HOSPITALS[0]} to {HOSPITALS[-1]}, got {hospital}")
+        raise DataError(f"Expected a hospital of CAMELYON17 from {HOSPITALS[0]} to {HOSPITALS[-1]}, got {hospital}.")
     base = data_root(root)
     table = first_existing(
         (base / "CAMELYON17" / "camelyon17_v1.0" / "metadata.csv", base / "camelyon17_v1.0" / "metadata.csv"),
@@ -127,7 +130,7 @@ def camelyon17(hospital: int, root: PathLike | None = None, *, transform: Transf
     )
     files, labels = _read_metadata(table, hospital)
     if not files:
-        raise DataError(f"{table} lists no patch of hospital {hospital}; it is incomplete: unpack the set again")
+        raise DataError(f"Expected patches of hospital {hospital} in {table}, got none. Unpack the set again.")
     return ImageFiles(
         table.parent,
         files,
@@ -141,7 +144,7 @@ def camelyon17(hospital: int, root: PathLike | None = None, *, transform: Transf
 
 
 def _read_metadata(table: Path, hospital: int) -> tuple[list[str], list[int]]:
-    """Read which patches a hospital has, and whether they show a tumour."""
+    """Read the patches of a hospital, and whether they show a tumour."""
     wanted = ("patient", "node", "x_coord", "y_coord", "tumor", "center")
     files: list[str] = []
     labels: list[int] = []
@@ -152,7 +155,7 @@ def _read_metadata(table: Path, hospital: int) -> tuple[list[str], list[int]]:
             header = next(rows, [])
             if absent := [column for column in wanted if column not in header]:
                 raise DataError(
-                    f"{table} has no column {absent[0]!r}; expected {', '.join(wanted)}: unpack the set again"
+                    f"Expected the columns {', '.join(wanted)} in {table}, got no {absent[0]!r}. Unpack the set again."
                 )
             columns = [header.index(column) for column in wanted]
             for row in rows:
@@ -166,7 +169,7 @@ def _read_metadata(table: Path, hospital: int) -> tuple[list[str], list[int]]:
         except DataError:
             raise
         except (IndexError, ValueError, OverflowError, csv.Error):
-            raise DataError(f"{table} is damaged in line {line}; delete it and unpack the set again") from None
+            raise DataError(f"Table {table} is damaged in line {line}. Delete it and unpack the set again.") from None
     return files, labels
 
 
@@ -198,7 +201,7 @@ def visda_c(
             continue
         file, _, label = line.strip().rpartition(" ")
         if not file or not label.isdecimal():
-            raise DataError(f"{table} has {line!r} in line {number}; expected `path label`: unpack the set again")
+            raise DataError(f"Expected `path label` in line {number} of {table}, got {line!r}. Unpack the set again.")
         files.append(file.strip())
         labels.append(int(label))
     whole = ImageFiles(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Order = Literal["first", "worst"]
 
 MAX_SHOWN_DIVERGENCE = 2.0
-"""The end of the colour scale, as in the paper: two distributions that hardly overlap."""
+"""End of the colour scale, as in the paper: two distributions that hardly overlap."""
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -58,7 +58,7 @@ def measure_shares(
     missing = [name for name in names if name not in profile.taps]
     if missing:
         known = ", ".join(map(repr, profile.taps))
-        raise ProfileError(f"expected one of the profile's taps {known}, got {missing[0]!r}")
+        raise ProfileError(f"Expected one of the profile's taps {known}, got {missing[0]!r}.")
     profile.check_architecture(plain)
     place = resolve_device(device, plain)
     feed = Feed(data, batch_size=batch_size, device=place, preprocess=preprocess, what="target data")
@@ -75,7 +75,7 @@ def measure_shares(
     shares = {name: (counter.counts / counter.samples).float().cpu() for name, counter in counters.items()}
     for name, table in shares.items():
         if not bool(table[profile.taps[name].usable].isfinite().all()):
-            raise DataError(f"expected finite activations on the target data, got NaN at tap {name!r}")
+            raise DataError(f"Expected finite activations on the target data, got NaN at tap {name!r}.")
     return shares
 
 
@@ -117,9 +117,9 @@ def layer_taps(
     Args:
         model: the model to tap.
         sample: a batch of inputs.
-        head: name of the last layer, found by itself if not given.
-        normalised: put a tap behind the normalisation that follows a layer, if there is one. Only the normalisation
-            sees the level and scale of what the layer writes, so these mean little. The paper taps the layer itself.
+        head: Name of the last layer; found automatically if None.
+        normalised: Whether to tap the normalisation after a layer, if there is one. Level and scale of the layer's own
+            output are then undone and mean little. The paper taps the layer itself.
     """
     plain = unwrap(model)
     found = trace(plain, sample, head=head)
@@ -137,7 +137,7 @@ def layer_taps(
             axis = -1 if isinstance(modules[module], nn.Linear) else 1
             taps[name] = Tap(name, module, channel_axis=axis)
     if not taps:
-        raise TapError("expected a convolution or linear layer below the features to tap, got none")
+        raise TapError("Expected a convolution or linear layer below the features to tap, got none.")
     return taps
 
 
@@ -148,7 +148,7 @@ def running_order(model: nn.Module, sample: Inputs, taps: Mapping[str, Tap]) -> 
 
 
 def _run_order(model: nn.Module, sample: Inputs, places: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Run the model once and return which places (module, side) were reached, each time they were."""
+    """Run the model once and list the places (module, side) in the order in which they are reached."""
     modules = dict(model.named_modules())
     events: list[str] = []
     with ExitStack() as stack:
@@ -179,22 +179,22 @@ def draw_activations(
     preprocess: Preprocess | None = None,
     device: str | torch.device = "auto",
 ) -> Figure:
-    """Draw how the first units of each tap were distributed at home and are on the target.
+    """Draw the distributions of the first units of each tap, at home and on the target.
 
     There is a row for each tap, and with several adapted models for each tap and model.
     The number in each panel is the PSI. The outermost bins are open: all values beyond the source's range are in
     them, and they stand on grey ground.
 
     Args:
-        model: gives the target before adapting.
+        model: The model before adapting.
         target: unlabelled inputs.
         profile: the profile of the source.
-        adapted: gives the target after adapting; several models by the name of their method.
+        adapted: The adapted model, or several by the name of their method.
         taps: the taps to draw.
-        units: units of each tap.
-        batch_size: samples in a batch.
-        preprocess: function applied to each batch.
-        device: where to run.
+        units: Number of units of each tap.
+        batch_size: Number of samples per batch.
+        preprocess: Function applied to each batch of inputs on the device, before the model.
+        device: Device to compute on.
     """
     models = adapted if isinstance(adapted, Mapping) else {} if adapted is None else {"": adapted}
     options: dict[str, Any] = {"batch_size": batch_size, "preprocess": preprocess, "device": device}
@@ -223,7 +223,7 @@ _SHADES = {"before": style.TARGET, "after": style.ADAPTED}
 def _draw_units(
     row: Sequence[Any], profile: Profile, tap: str, units: Sequence[int], states: Mapping[str, Tensor]
 ) -> None:
-    """Draw one panel for each unit of a tap: the source's share of each bin, and that of each state."""
+    """Draw one panel per unit of a tap: the share of each bin at the source, and in each state."""
     home = profile.taps[tap]
     divergences = {state: divergence_per_unit(profile, tap, shares) for state, shares in states.items()}
     for axis, unit in zip(row, units, strict=False):
@@ -243,7 +243,7 @@ def _draw_units(
         axis.grid(False)
     for axis in row[len(units) :]:
         axis.set_visible(False)
-    # The numbers need room above the curves.
+    # The numbers need space above the curves.
     row[0].set_ylim(0, 1.3 * max(float(table[list(units)].max()) for table in (home.probabilities, *states.values())))
 
 
@@ -255,7 +255,7 @@ def bin_edges(home: Histogram, unit: int) -> NDArray[np.float64]:
 
 
 def first_units(home: Histogram, count: int) -> list[int]:
-    """Return the first units that varied on the source; the others have no distribution to show."""
+    """Return the first units that varied on the source; constant ones have no distribution."""
     return [int(unit) for unit in home.usable.nonzero().flatten()[:count]]
 
 
@@ -292,24 +292,24 @@ def draw_affected(
     layer. The profile needs taps on the layers: `shiftmend.profile(model, source, taps=layer_taps(model, sample))`.
 
     Args:
-        model: gives the panel before adapting.
+        model: The model before adapting.
         target: unlabelled inputs.
         profile: the profile of the source, with a tap on each layer.
         adapted: adapted models by the title of their panel.
-        units: units of each layer.
-        order: "first" shows the first units, "worst" those with the largest divergence before adapting. Some of the
-            latter improve by chance alone.
+        units: Number of units of each layer.
+        order: "first" shows the first units, "worst" those with the largest divergence before adapting, some of which
+            improve by chance alone.
         layers: the taps to draw, all by default.
-        batch_size: samples in a batch.
-        preprocess: function applied to each batch.
-        device: where to run.
+        batch_size: Number of samples per batch.
+        preprocess: Function applied to each batch of inputs on the device, before the model.
+        device: Device to compute on.
     """
     if order not in get_args(Order):
-        raise DataError(f"expected the order 'first' or 'worst', got {order!r}")
+        raise DataError(f"Expected the order 'first' or 'worst', got {order!r}.")
     if layers is None and set(profile.taps) == {"features", "logits"}:
         raise ProfileError(
-            "expected a profile with taps on layers, got features and logits only. "
-            "Try shiftmend.profile(..., taps=layer_taps(model, sample))"
+            "Expected a profile with taps on layers, got features and logits only. "
+            "Try shiftmend.profile(..., taps=layer_taps(model, sample))."
         )
     options: dict[str, Any] = {"batch_size": batch_size, "preprocess": preprocess, "device": device}
     states = {"before adapting": model, **adapted}

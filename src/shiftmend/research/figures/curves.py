@@ -27,14 +27,14 @@ _PANELS = {
 def draw_curves(
     history: History | Mapping[str, History], title: str = "", *, selected: int | None = None, notes: Sequence[str] = ()
 ) -> Figure:
-    """Draw loss, verification slices and accuracy over epochs, as far as each is known.
+    """Draw loss, verification slices and accuracy over epochs, if known.
 
     Dashed lines, with the name of a block, are the moments at which the block is unfrozen in the first history.
 
     Args:
         history: one history, or several by name; each is a line.
         title: title of the figure.
-        selected: the epoch that a choice without labels keeps; a ring marks it.
+        selected: The epoch that is selected without labels, marked by a ring.
         notes: further notes for the foot.
     """
     named = {"": history} if isinstance(history, Sequence) else history
@@ -42,11 +42,11 @@ def draw_curves(
     if not rows or any(len(each) < 2 for each in rows.values()):
         lacking = next((name for name, each in rows.items() if len(each) < 2), "")
         whose = f" of {lacking}" if lacking else ""
-        raise DataError(f"expected a history{whose} with an epoch after the first state, got none. Try another method")
+        raise DataError(f"Expected a history{whose} with an epoch after the first state, got none. Try another method.")
     lines = {panel: {name: _points(each, panel) for name, each in rows.items()} for panel in _PANELS}
     panels = [panel for panel, known in lines.items() if any(known.values())]
     if not panels:
-        raise DataError("expected a finite loss, verification or accuracy in the history, got none")
+        raise DataError("Expected a finite loss, verification or accuracy in the history, got none.")
     figure, axes = style.make_canvas(len(panels), 1, width=5.2, height=1.45, sharex=True)
     if len(panels) == 1:
         figure.set_figheight(2.4)
@@ -106,7 +106,7 @@ def _draw_panel(
 ) -> None:
     for name, points in lines.items():
         epochs, values = zip(*points, strict=True)
-        # Markers tell the epochs that were scored from those that were not.
+        # Markers distinguish scored epochs from others.
         marker = "o" if len(points) <= 20 else ""
         look = {"color": shades[name], "linewidth": 1.4, "marker": marker, "markersize": 3}
         axis.plot(epochs, values, label=name or "adaptation", **look)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MIN_POINTS = 10
-"""Points of both sites together that t-SNE needs to show anything."""
+"""Smallest number of points of both sites for t-SNE."""
 
 PERPLEXITY = 30.0
 
@@ -54,18 +54,18 @@ def draw_embedding(
     name stands its accuracy over all of `target`.
 
     Args:
-        model: the model as it came.
+        model: The untouched model.
         adapted: adapted models by name.
         source: labelled source data, (inputs, labels).
         target: labelled target data, (inputs, labels).
         profile: the profile of the source.
         classes: numbers of the classes to show, by default the first five that both have.
         class_names: the name of every class.
-        samples: points of either site, at most.
+        samples: Largest number of points per site.
         seed: seed of the choice of samples and of t-SNE.
-        batch_size: samples in a batch.
-        preprocess: function applied to each batch.
-        device: where to run.
+        batch_size: Number of samples per batch.
+        preprocess: Function applied to each batch of inputs on the device, before the model.
+        device: Device to compute on.
     """
     place = resolve_device(device, unwrap(model))
     options: dict[str, Any] = {"batch_size": batch_size, "device": place, "preprocess": preprocess}
@@ -75,11 +75,11 @@ def draw_embedding(
     labels = {what: _read_labels(feed) for what, feed in feeds.items()}
     wanted = _choose_classes(labels, classes)
     if class_names is not None and max(wanted) >= len(class_names):
-        raise DataError(f"expected a name of class {max(wanted)}, got {len(class_names)} names")
+        raise DataError(f"Expected a name of class {max(wanted)}, got {len(class_names)} names.")
     chosen = {what: choose_samples(values, wanted, samples, seed) for what, values in labels.items()}
     if sum(map(len, chosen.values())) < MIN_POINTS:
         found = sum(map(len, chosen.values()))
-        raise DataError(f"expected at least {MIN_POINTS} samples of these classes for t-SNE, got {found}")
+        raise DataError(f"Expected at least {MIN_POINTS} samples of these classes for t-SNE, got {found}.")
     home, _ = read_features(model, feeds["source"], profile, chosen["source"], all_scored=False)
     panels = [("source-only", model), *adapted.items()]
     figure, axes = style.make_canvas(1, len(panels), width=2.3, height=2.5)
@@ -94,7 +94,7 @@ def draw_embedding(
 
 
 def choose_samples(labels: Tensor, classes: Sequence[int], samples: int, seed: int) -> Tensor:
-    """Choose up to `samples` samples of these classes at random, and return their places in ascending order."""
+    """Choose up to `samples` random samples of these classes, and return their sorted indices."""
     inside = torch.isin(labels, torch.tensor(list(classes))).nonzero().flatten()
     order = torch.randperm(len(inside), generator=torch.Generator().manual_seed(seed))
     return inside[order[:samples]].sort().values
@@ -130,11 +130,11 @@ def read_features(
         features, logits = seen.activations["features"], seen.activations["logits"]
         if len(features) != len(seen.inputs) or len(logits) != len(seen.inputs):
             raise DataError(
-                "expected one vector of features for each input, got several vectors (tokens or positions). "
-                "Try a profile with taps={'features': ...} at a later layer"
+                "Expected one vector of features for each input, got several vectors (tokens or positions). "
+                "Try a profile with taps={'features': ...} at a later layer."
             )
         if logits.shape[1] < 2:
-            raise DataError("expected logits of at least two classes, got one number for each input")
+            raise DataError("Expected logits of at least two classes, got one number for each input.")
         assert seen.labels is not None
         kept.append(features[places].cpu().double())
         hits += int((logits.argmax(1) == seen.labels).sum())
@@ -148,15 +148,15 @@ def read_features(
 
 
 def embed(source: NDArray[np.float64], target: NDArray[np.float64], seed: int = 0) -> NDArray[np.float64]:
-    """Embed both in two dimensions, the rows of the source first.
+    """Embed both sets in two dimensions, with the rows of the source first.
 
-    Every panel starts from the principal plane of the source, so that its clusters lie alike in all panels. For few
-    points the perplexity is a third of their number.
+    Every panel starts from the principal plane of the source, so that its clusters are similar in all panels. For few
+    points, the perplexity is a third of their number.
     """
     manifold = require("sklearn.manifold", "research")
     everything = np.concatenate([source, target])
     if not np.isfinite(everything).all():
-        raise DataError("expected finite features, got NaN or infinite ones")
+        raise DataError("Expected finite features, got NaN or infinite ones.")
     centre = source.mean(0)
     _, _, axes = np.linalg.svd(source - centre, full_matrices=False)
     start = np.zeros((len(everything), 2))
@@ -177,7 +177,7 @@ def lighten(colour: str) -> tuple[float, float, float]:
 def _read_labels(feed: Feed) -> Tensor:
     labels = torch.cat([labels for _, labels in feed.labelled_batches()]).cpu()
     if labels.ndim != 1 or labels.is_floating_point():
-        raise DataError(f"expected one class number for each sample of the {feed.what}, got other labels")
+        raise DataError(f"Expected one class number for each sample of the {feed.what}, got other labels.")
     return labels.long()
 
 
@@ -186,9 +186,9 @@ def _choose_classes(labels: Mapping[str, Tensor], classes: Sequence[int] | None)
     wanted = list(dict.fromkeys(int(number) for number in classes)) if classes is not None else common[:5]
     missing = [number for number in wanted if number not in common]
     if missing:
-        raise DataError(f"expected samples of class {missing[0]} in source and target data, got none in one of them")
+        raise DataError(f"Expected samples of class {missing[0]} in source and target data, got none in one of them.")
     if not 2 <= len(wanted) <= len(_COLOURS):
-        raise DataError(f"expected 2 to {len(_COLOURS)} classes for t-SNE, got {len(wanted)}")
+        raise DataError(f"Expected 2 to {len(_COLOURS)} classes for t-SNE, got {len(wanted)}.")
     return wanted
 
 

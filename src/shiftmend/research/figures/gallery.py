@@ -49,9 +49,9 @@ SHEET_COLUMNS = 10
 
 @dataclass
 class Rerun:
-    """A cell of a benchmark run again, for figures that look into models: a store holds numbers, not models.
+    """A cell of a benchmark that is run again, for figures that need models, which a store does not contain.
 
-    `target` is what the protocol divides the shift's images into: under a few-shot protocol a method adapts to few.
+    `target` is the protocol's division of the shift's images: under a few-shot protocol, a method adapts to few.
     """
 
     resources: Resources
@@ -83,16 +83,16 @@ class Rerun:
         return {name: result.model for name, result in self.adapted.items()}
 
     def adapt(self, method: str, profile: Profile | None = None, **changes: Any) -> Adaptation:
-        """Adapt as the benchmark does, except for `changes` of the method's options."""
+        """Adapt as in the benchmark, except for `changes` of the method's options."""
         benchmark = self.resources.benchmark
         setting, protocol = settings_of(benchmark, self.protocol)[method], benchmark.protocols[self.protocol]
         if setting.source != "plain":
-            raise DataError(f"expected methods with the same source model, got {method}, which has one of its own")
+            raise DataError(f"Expected methods with the same source model, got {method}, which has one of its own.")
         if setting.preset != (profile or self.profile).preset:
             if profile is not None:
                 raise DataError(
-                    f"expected a row with the preset {profile.preset} for this figure, got {method} with "
-                    f"{setting.preset}. Try a row without a preset"
+                    f"Expected a row with the preset {profile.preset} for this figure, got {method} with "
+                    f"{setting.preset}. Try a row without a preset."
                 )
             home = benchmark.source_for(setting, self.shift)
             profile = self.resources.profile(home, self.seed, protocol.temperature, setting.preset)
@@ -147,7 +147,7 @@ class Rerun:
         return layer_taps(self.model, self.first_inputs(self.source))
 
     def first_inputs(self, images: Images) -> Tensor:
-        """Return two inputs as the model takes them, on the device."""
+        """Return two inputs in the form that the model takes, on the device."""
         inputs: Tensor = self.preprocess(first_inputs(images, 2).to(self.device))
         return inputs
 
@@ -171,7 +171,7 @@ def rerun(
     number = found.seeds[0] if seed is None else seed
     divided = found.protocols[protocol]
     if not isinstance(divided, Offline):
-        raise DataError(f"expected an offline or few-shot protocol for a figure that adapts again, got {protocol}")
+        raise DataError(f"Expected an offline or few-shot protocol for a figure that adapts again, got {protocol}.")
     resources = Resources(found, folder, root, device)
     home = found.source_for(Setting(SourceOnly.name), name)
     model, _ = resources.model(home, number)
@@ -188,7 +188,7 @@ def rerun(
 
 @dataclass(frozen=True)
 class Request:
-    """The run, methods, shifts and seed to draw; the figure decides on what is left open."""
+    """The run, methods, shifts and seed to draw; the figure chooses what is not given."""
 
     benchmark: str
     folder: Path
@@ -218,16 +218,16 @@ class Request:
             choose(self.shifts, (*benchmark.shifts, *benchmark.clean_sets), "shift", benchmark.name)
 
     def chosen_shifts(self) -> list[str]:
-        """Return the shifts that are named, in the benchmark's order, else its first."""
+        """Return the requested shifts in the benchmark's order, else its first."""
         benchmark = find(self.benchmark)
         return choose(self.shifts, benchmark.shifts, "shift", benchmark.name) if self.shifts else [self.first_shift()]
 
     def first_shift(self) -> str:
-        """Return the shift of a figure that shows one: the first that is named, or the benchmark's first."""
+        """Return the shift of a figure that shows one: the first requested, or the benchmark's first."""
         return self.shifts[0] if self.shifts else find(self.benchmark).shifts[0]
 
     def rows(self, *usual: str) -> list[str]:
-        """Return the methods asked for, else the usual ones of a figure, else the first ones of the benchmark."""
+        """Return the requested methods, else the usual ones of a figure, else the first ones of the benchmark."""
         benchmark = find(self.benchmark)
         known = settings_of(benchmark, self.protocol)
         if self.methods:
@@ -238,7 +238,7 @@ class Request:
         return [name for name in usual if name in known] or first[: len(usual)] or list(known)[:1]
 
     def rerun(self, *usual: str) -> Rerun:
-        """Run a cell again with the methods asked for, or with the usual ones of a figure, if it has any."""
+        """Run a cell again with the requested methods, or with the usual ones of a figure."""
         # A source model may have to be trained, and is stored then.
         check_folder(self.folder)
         methods = self.rows(*usual) if usual else ()
@@ -253,13 +253,13 @@ class Request:
 def draw(name: str, request: Request) -> Figure:
     """Draw a figure by its name, one of `FIGURES`."""
     if name not in FIGURES:
-        raise DataError(f"expected one of {', '.join(FIGURES)}, got the unknown figure {name!r}")
+        raise DataError(f"Expected one of {', '.join(FIGURES)}, got the unknown figure {name!r}.")
     if request.folder.is_file() and name not in (*FROM_EXPORTS, "sheet"):
         raise DataError(
-            f"expected the folder of a run for {name}, got the file {request.folder}. An export is enough for "
-            f"{', '.join(FROM_EXPORTS)}"
+            f"Expected the folder of a run for {name}, got the file {request.folder}. An export is enough for "
+            f"{', '.join(FROM_EXPORTS)}."
         )
-    # Ask before adapting, which may take minutes.
+    # The question comes before adapting, which may take minutes.
     require("matplotlib", "research")
     return FIGURES[name][0](request)
 
@@ -324,7 +324,7 @@ def _curves(request: Request) -> Figure:
         if result.cell.shift in shifts and result.cell.method in methods and not result.failed
     ]
     if not results:
-        raise DataError(f"expected results of {named} on {where}, got no finished result. Try shiftmend bench run")
+        raise DataError(f"Expected results of {named} on {where}, got no finished result. Try shiftmend bench run.")
     histories = {
         (result.cell.seed, result.cell.method, result.cell.shift): result.history
         for result in results
@@ -332,11 +332,11 @@ def _curves(request: Request) -> Figure:
     }
     if not histories:
         raise DataError(
-            f"expected a result of {named} on {where} with a history, got none. Streams and compact "
-            "exports have no history. Try the folder of the run"
+            f"Expected a result of {named} on {where} with a history, got none. Streams and compact "
+            "exports have no history. Try the folder of the run."
         )
     lines = Counter(seed for seed, _, _ in sorted(histories))
-    # Of seeds with equally many lines the first is taken.
+    # Among seeds with equally many lines, the first is taken.
     [(seed, _)] = lines.most_common(1)
     own = {
         _name_line(method, shift, methods, shifts): histories[seed, method, shift]
@@ -406,7 +406,7 @@ def _affected(request: Request) -> Figure:
 
 
 def _moved(request: Request) -> Figure:
-    """Draw distances at one constant learning rate, as in the paper: they would tell of the rates otherwise."""
+    """Draw distances at one constant learning rate, as in the paper, because they depend on the rate."""
     methods = request.rows("fr", "bufr")
     cell = request.rerun()
     adapted = cell.adapt_at_one_rate(methods)
@@ -440,4 +440,4 @@ FIGURES: Mapping[str, tuple[Callable[[Request], Figure], str]] = {
 """Name, function and description of each figure. Figures that look into models adapt again."""
 
 FROM_EXPORTS = ("dots", "shots", "restoration")
-"""Figures that a compact export is enough for; it has no histories and no reliability bins."""
+"""Figures for which a compact export suffices, since it has no histories and no reliability bins."""

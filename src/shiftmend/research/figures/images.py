@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GAP_PIXELS = 2
-"""White around each image of a contact sheet."""
+"""White margin in pixels around each image of a contact sheet."""
 
 _BARS = 50
 
@@ -38,14 +38,14 @@ _BARS = 50
 
 
 def draw_sheet(rows: Mapping[str, Tensor], title: str = "") -> Figure:
-    """Draw the same images under one shift after the other.
+    """Draw the same images under several shifts, one row each.
 
     Args:
         rows: uint8 images `[N, 1 or 3, H, W]` of each row, by its name.
         title: title of the figure.
     """
     if not rows or any(images.ndim != 4 or len(images) == 0 for images in rows.values()):
-        raise DataError("expected rows of images [N, C, H, W] with at least one image each, got none or another shape")
+        raise DataError("Expected rows of images [N, C, H, W] with at least one image each, got none or another shape.")
     most = max(len(images) for images in rows.values())
     figure, axes = style.make_canvas(len(rows), 1, width=0.55 * most + 1.4, height=0.6)
     for axis, (name, images) in zip(axes[:, 0], rows.items(), strict=True):
@@ -61,7 +61,7 @@ def draw_sheet(rows: Mapping[str, Tensor], title: str = "") -> Figure:
 
 
 def _join_images(images: Tensor) -> Tensor:
-    """Put images side by side with white between them, `[H, W, 3]`."""
+    """Join images side by side with white between them, `[H, W, 3]`."""
     colour = images.cpu().expand(-1, 3, -1, -1) if images.shape[1] == 1 else images.cpu()
     apart = functional.pad(colour, (GAP_PIXELS,) * 4, value=255)
     return apart.permute(2, 0, 3, 1).reshape(apart.shape[2], -1, 3)
@@ -104,18 +104,18 @@ def draw_patches(
     the layer itself, as `shiftmend.adapt(..., align=(layer,))` does with a profile that has a tap there.
 
     Args:
-        model: the model as it came.
+        model: The untouched model.
         source: images of the source.
         target: images of the target.
         adapted: the adapted model.
         layer: name of a convolution, by default the first that runs.
-        number: the filter, counted from 0.
-        count: patches in a column, at most one of each image.
-        samples: images of either site to look at, at most.
+        number: Index of the filter.
+        count: Number of patches in a column, at most one per image.
+        samples: Largest number of images per site.
         seed: seed of the choice of images.
-        batch_size: samples in a batch.
-        preprocess: function applied to each batch.
-        device: where to run.
+        batch_size: Number of samples per batch.
+        preprocess: Function applied to each batch of inputs on the device, before the model.
+        device: Device to compute on.
     """
     place = resolve_device(device, unwrap(model))
     feeds = [
@@ -134,7 +134,7 @@ def draw_patches(
         for _, each, feed, _ in columns
     ]
     if float(found[0].values.min()) == float(found[0].values.max()):
-        raise DataError(f"expected a filter that varies on the source, got {number} of {layer!r}. Try another")
+        raise DataError(f"Expected a filter that varies on the source, got {number} of {layer!r}. Try another.")
     figure, axes = style.make_canvas(2, len(columns), width=2.4, height=1.7)
     edges = np.linspace(
         min(float(each.values.min()) for each in found), max(float(each.values.max()) for each in found), _BARS + 1
@@ -171,7 +171,7 @@ def find_strongest(
     samples: int = 2000,
     seed: int = 0,
 ) -> Responses:
-    """Find the patches at which a filter is largest, at most one of each of `samples` images of a raw feed.
+    """Find the patches with the largest response of a filter, at most one of each of `samples` images.
 
     Patches are cut from the stored images; where preprocessing changes their size, from the preprocessed ones.
     """
@@ -185,7 +185,7 @@ def find_strongest(
     first = _images(feed.first(2))
     ready = prepare(first)
     if ready.ndim != 4:
-        raise DataError(f"expected images [N, channels, height, width], got {list(ready.shape)}")
+        raise DataError(f"Expected images [N, channels, height, width], got {list(ready.shape)}.")
     raw = first
 
     def prepare_batches() -> Iterator[tuple[Tensor, None]]:
@@ -198,10 +198,10 @@ def find_strongest(
         nonlocal low, high, best
         activations, inputs = seen.activations[layer], _images(seen.inputs)
         if not 0 <= number < activations.shape[1]:
-            raise DataError(f"expected one of filters 0 to {activations.shape[1] - 1} of {layer!r}, got {number}")
+            raise DataError(f"Expected one of filters 0 to {activations.shape[1] - 1} of {layer!r}, got {number}.")
         maps = activations[:, number].reshape(len(inputs), *field.positions)
         if not bool(maps.isfinite().all()):
-            raise DataError(f"expected finite activations at {layer!r} on the {feed.what}, got others")
+            raise DataError(f"Expected finite activations at {layer!r} on the {feed.what}, got others.")
         values.append(maps.flatten().float().cpu())
         shown = raw if raw.shape[-2:] == inputs.shape[-2:] else inputs
         low, high = min(low, float(shown.min())), max(high, float(shown.max()))
@@ -288,11 +288,11 @@ def first_convolution(model: nn.Module, sample: Tensor) -> str:
     for name, module, _, _ in _trace_shapes(unwrap(model), sample):
         if isinstance(module, nn.Conv2d):
             return name
-    raise TapError("expected a model with filters to show, got no 2-D convolution")
+    raise TapError("Expected a model with filters to show, got no 2-D convolution.")
 
 
 def receptive_field(model: nn.Module, layer: str, sample: Tensor) -> ReceptiveField:
-    """Find out what each position of a convolution's output sees, by running the model on one batch.
+    """Find the receptive field of a convolution's output positions, by running the model on one batch.
 
     The layers below must form a chain of convolutions, pooling and layers that keep the shape. A shortcut that keeps
     the shape, as in a plain residual block, does no harm: it sees less than the layers it goes around.
@@ -302,15 +302,15 @@ def receptive_field(model: nn.Module, layer: str, sample: Tensor) -> ReceptiveFi
     if not isinstance(modules.get(layer), nn.Conv2d):
         known = [name for name, module in modules.items() if isinstance(module, nn.Conv2d)]
         hint = f". Try {', '.join(map(repr, known[:6]))}" if known else ". The model has none"
-        raise TapError(f"expected the name of a 2-D convolution, got {layer!r}{hint}")
+        raise TapError(f"Expected the name of a 2-D convolution, got {layer!r}{hint}")
     size, step, start = [1, 1], [1, 1], [0, 0]
     before = sample.shape
     for name, module, read, written in _trace_shapes(plain, sample):
         window = _window_of(module)
         if read != before or (window is None and written != read):
             raise TapError(
-                f"expected a chain of convolutions and pooling below {layer!r}, got {name!r}, which breaks it. "
-                "Try an earlier layer"
+                f"Expected a chain of convolutions and pooling below {layer!r}, got {name!r}, which breaks it. "
+                "Try an earlier layer."
             )
         before = written
         if window is not None:
@@ -320,7 +320,7 @@ def receptive_field(model: nn.Module, layer: str, sample: Tensor) -> ReceptiveFi
                 step[axis] *= stride
         if name == layer:
             return ReceptiveField(*((pair[0], pair[1]) for pair in (size, step, start, written[-2:])))
-    raise TapError(f"expected a convolution that runs in a forward pass, got {layer!r}, which does not")
+    raise TapError(f"Expected a convolution that runs in a forward pass, got {layer!r}, which does not.")
 
 
 def _trace_shapes(model: nn.Module, sample: Tensor) -> list[tuple[str, nn.Module, torch.Size, torch.Size]]:
@@ -363,5 +363,5 @@ def _window_of(module: nn.Module) -> list[tuple[int, int, int, int]] | None:
 def _images(inputs: Inputs) -> Tensor:
     """Return inputs that are one tensor."""
     if not isinstance(inputs, Tensor):
-        raise DataError(f"expected images in one tensor, got {', '.join(inputs.names)}; draw a model of images")
+        raise DataError(f"Expected images in one tensor, got {', '.join(inputs.names)}; draw a model of images.")
     return inputs

@@ -65,11 +65,11 @@ def select(
         chosen += [f"on {', '.join(shifts)}"] if shifts is not None else []
         failed = f", {len(wanted)} failed" if wanted else ""
         what = " ".join(["results", *chosen])
-        raise DataError(f"expected {what}, got no finished result{failed}. Try shiftmend bench run, or other methods")
+        raise DataError(f"Expected {what}, got no finished result{failed}. Try shiftmend bench run, or other methods.")
     tables = sorted({(cell.benchmark, cell.protocol) for cell in finished})
     if len(tables) > 1:
         names = ", ".join(f"{benchmark} ({protocol})" for benchmark, protocol in tables)
-        raise DataError(f"expected results of one benchmark and protocol, got several tables: {names}")
+        raise DataError(f"Expected results of one benchmark and protocol, got several tables: {names}.")
     done = {name for cell in finished for name in (cell.method, cell.shift)}
     return Grid(
         results=wanted,
@@ -94,7 +94,7 @@ def order_methods(results: Iterable[Result], asked: Sequence[str] | None) -> lis
 def list_notes(
     grid: Grid, methods: Sequence[str] | None, shifts: Sequence[str] | None, *, marked: bool = False
 ) -> list[str]:
-    """List where the data come from, which cells failed, and what was asked for in `select` but is missing.
+    """List the origins of data, the failed cells, and the missing methods and shifts of `select`.
 
     `marked` is for figures that show `footnotes.origin_marks` beside the names of shifts.
     """
@@ -223,7 +223,7 @@ def _keep_finite(entries: Sequence[Entry], places: Sequence[float]) -> list[tupl
 _FEW_SHOT = re.compile(r"few-shot-(\d+)")
 
 ALL = math.inf
-"""Examples per class of the protocol that uses all of them."""
+"""Number of examples per class of the protocol that uses all of them."""
 
 
 def draw_shots(
@@ -234,7 +234,7 @@ def draw_shots(
     metric: str = "accuracy",
     which: Which = "last",
 ) -> Figure:
-    """Draw how much target data a method needs: accuracy against examples per class (the paper's appendix).
+    """Draw the accuracy against the number of examples per class (the paper's appendix).
 
     A line is a method over the protocols `few-shot-N` and `offline`: the mean over shifts, the spread over seeds. A
     point needs a seed that has all of the shifts, so that all points are over the same shifts. By default these are
@@ -257,8 +257,8 @@ def draw_shots(
     lines = _average_by_count(grids, methods, over)
     if not any(lines.values()):
         raise DataError(
-            f"expected a seed with all shifts ({', '.join(over) or 'none'}) in few-shot-N or offline, got no seed. "
-            "Try fewer shifts"
+            f"Expected a seed with all shifts ({', '.join(over) or 'none'}) in few-shot-N or offline, got no seed. "
+            "Try fewer shifts."
         )
     return _draw_shot_lines(lines, grids, over, which)
 
@@ -298,7 +298,7 @@ def _draw_shot_lines(
     figure, axes = style.make_canvas(1, 1, width=5.0, height=3.2)
     axis = axes[0, 0]
     room = 0.006 * (max(places.values()) - min(places.values()))
-    # Lines stand a little beside each other, so that all spreads show.
+    # Lines are offset horizontally, so that all error bars are visible.
     lanes = {method: room * (lane - (len(lines) - 1) / 2) for lane, method in enumerate(lines)}
     for method, line in lines.items():
         _draw_shot_line(axis, method, line, {count: place + lanes[method] for count, place in places.items()})
@@ -342,7 +342,7 @@ def _draw_shot_line(axis: Any, method: str, line: Mapping[float, Entry], places:
     if few:
         axis.plot([places[count] for count in few], [line[count].value for count in few], color=shade, **look)
     if few and ALL in known:
-        # Dashed, since no number of examples lies between the most and all.
+        # Dashed, because there is no number of examples between the largest and all.
         ends = [few[-1], ALL]
         dashes = (0, (2, 1.5))
         axis.plot([places[c] for c in ends], [line[c].value for c in ends], color=shade, linestyle=dashes, **look)
@@ -386,8 +386,8 @@ def draw_restoration(
     points = {method: point for method, point in found.means.items() if all(map(math.isfinite, point))}
     if not points:
         raise DataError(
-            f"expected finite restoration distances, got none: {found.correlation.remark or 'all are infinite'}. "
-            "Try fewer methods, or a benchmark with clean images"
+            f"Expected finite restoration distances, got none: {found.correlation.remark or 'all are infinite'}. "
+            "Try fewer methods, or a benchmark with clean images."
         )
     figure, axes = style.make_canvas(1, 1, width=4.6, height=3.2)
     axis = axes[0, 0]
@@ -434,7 +434,7 @@ class ReliabilityBins:
 
     @property
     def gaps(self) -> NDArray[np.float64]:
-        """Return mean confidence less accuracy of each bin, 0 where the bin is empty."""
+        """Return mean confidence minus accuracy of each bin; 0 for empty bins."""
         return (self.confidences - self.hits) / np.maximum(self.counts, 1)
 
     @property
@@ -465,7 +465,7 @@ def draw_reliability(results: Sequence[Result], methods: Sequence[str], shifts: 
         shared = sorted(set.intersection(*places))
         if not shared:
             raise DataError(
-                f"expected a shift and seed that all of {', '.join(grid.methods)} have, got none. Try fewer methods"
+                f"Expected a shift and seed that all of {', '.join(grid.methods)} have, got none. Try fewer methods."
             )
         columns = {method: [grid.cells[method, *place] for place in shared] for method in grid.methods}
         there = [shift for shift in grid.shifts if any(shift == other for other, _ in shared)]
@@ -502,7 +502,7 @@ def pool_bins(results: Sequence[Result]) -> ReliabilityBins:
     edges = {(*(part["lower"] for part in table), table[-1]["upper"]) for table in tables}
     if len(edges) > 1:
         counts = sorted({len(edge) - 1 for edge in edges})
-        raise DataError(f"expected results with the same bins, got {counts} bins")
+        raise DataError(f"Expected results with the same bins, got {counts} bins.")
 
     def sums(part: Mapping[str, Any]) -> tuple[float, float, float]:
         count = part["count"]
@@ -518,7 +518,7 @@ def _draw_reliability_columns(pooled: Mapping[str, ReliabilityBins], title: str,
         2, len(pooled), width=2.1, height=2.1, sharex=True, sharey="row", gridspec_kw=ratios
     )
     if len(pooled) == 1:
-        # Title and notes need more room than one column has.
+        # Title and notes need more width than one column.
         figure.set_figwidth(3.9)
     for (method, bins), (diagram, histogram) in zip(pooled.items(), axes.T, strict=True):
         diagram.set_title(method, fontsize=10, loc="left")

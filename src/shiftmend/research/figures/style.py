@@ -1,4 +1,4 @@
-"""The common style of all figures: colours that every eye can tell apart, names beside lines and points, saving."""
+"""The common style of all figures: colour-blind-safe colours, direct labels, saving."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SOURCE, TARGET, ADAPTED = "#555555", "#d55e00", "#0072b2"
-"""Colours of the source, of the target as it came, and of the target after adapting."""
+"""Colours of the source, of the target before adapting, and of the target after adapting."""
 
 Marker = str | tuple[int, int, int]
-"""A marker as matplotlib names it; for a star its number of points, 1, and its angle."""
+"""A matplotlib marker; for a star, its number of points, 1, and its angle."""
 
 METHODS: dict[str, tuple[str, Marker]] = {
     "bufr": ("#0072b2", "o"),
@@ -52,7 +52,7 @@ METHODS: dict[str, tuple[str, Marker]] = {
     "fr-shares": ("#440011", (13, 1, 0)),
     "match-fr": ("#007d5a", (14, 1, 0)),
 }
-"""Colour and marker of each method. Rows of a benchmark that are a method with other options have a shade of it."""
+"""Colour and marker of each method. Variants of a method in a benchmark have a shade of its colour."""
 
 COLOURS = tuple(colour for colour, _ in METHODS.values())
 
@@ -61,7 +61,7 @@ _MARKERS = tuple(marker for _, marker in METHODS.values())
 FORMATS = ("png", "svg")
 
 LABEL, SMALL = 8, 6.5
-"""Sizes of type in points: labels, and notes at the foot."""
+"""Font sizes in points: of labels, and of notes below the figure."""
 
 _DIRECTIONS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
 
@@ -105,7 +105,7 @@ def point_style(method: str, size: float) -> dict[str, Any]:
 
 
 def to_words(name: str) -> str:
-    """Write the name of a shift as words."""
+    """Format the name of a shift as words."""
     return name.replace("_", " ")
 
 
@@ -132,14 +132,14 @@ def make_canvas(
 
 
 def add_title(figure: Figure, text: str) -> None:
-    """Write a title above the axes; the figure grows by its lines."""
+    """Add a title above the axes; the figure grows by its lines."""
     lines = _wrap(figure, text, 10)
     _heighten(figure, lines, 10)
     figure.suptitle(lines, x=0.01, ha="left", fontsize=10)
 
 
 def add_legend(figure: Figure, text: str, entries: tuple[Sequence[Any], Sequence[str]], columns: int) -> None:
-    """Write a title with a legend below it, as one artist: the layout would put two artists at the same place."""
+    """Add a title with a legend below it, as one artist, because the layout would overlap two."""
     found = figure.legend(
         *entries,
         loc="outside upper left",
@@ -157,7 +157,7 @@ def add_legend(figure: Figure, text: str, entries: tuple[Sequence[Any], Sequence
 
 
 def add_footer(figure: Figure, notes: Iterable[str]) -> None:
-    """Write notes at the foot in small type, each on a line of its own; the figure grows by its lines."""
+    """Add notes below the axes in small type, one per line; the figure grows by its lines."""
     text = "\n".join(_wrap(figure, note, SMALL) for note in notes)
     _heighten(figure, text, SMALL)
     # The layout makes room for no other text below the axes.
@@ -165,7 +165,7 @@ def add_footer(figure: Figure, notes: Iterable[str]) -> None:
 
 
 def _heighten(figure: Figure, text: str, size: float) -> None:
-    """Make a figure higher by the lines of a text, so that the axes keep their size."""
+    """Make a figure taller by the lines of a text, so that the axes keep their size."""
     figure.set_figheight(figure.get_figheight() + 1.3 * size / 72 * len(text.splitlines()))
 
 
@@ -194,10 +194,10 @@ def _measure(figure: Figure, text: str, size: float) -> tuple[float, float]:
 
 
 def label_ends(axis: Any, ends: Sequence[tuple[str, float, float, str]]) -> None:
-    """Write the names of lines to the right of the axes, at the height where each line ends: (name, x, y, colour).
+    """Label lines to the right of the axes, at the height of their ends: (name, x, y, colour).
 
-    Where lines end close to each other, their names move apart and a thin line leads to each. Call this function last,
-    since it measures the axes.
+    If lines end close to each other, their names are moved apart and connected by thin lines. Call this function last,
+    because it measures the axes.
     """
     texts = [_write_at_end(axis, *end) for end in ends]
     axis.figure.draw_without_rendering()
@@ -227,7 +227,7 @@ def _write_at_end(axis: Any, name: str, x: float, y: float, shade: str) -> Any:
 
 
 def spread_out(values: Sequence[float] | np.ndarray[Any, Any], gap: float, low: float, high: float) -> list[float]:
-    """Move sorted values as little as possible (in squares), so that they lie `gap` apart within bounds.
+    """Move sorted values as little as possible (least squares), so that they are `gap` apart within bounds.
 
     The gap shrinks where the bounds leave no room for it.
     """
@@ -248,9 +248,9 @@ def spread_out(values: Sequence[float] | np.ndarray[Any, Any], gap: float, low: 
 
 
 def label_points(axis: Any, places: Sequence[tuple[str, float, float, str]]) -> None:
-    """Write names beside points (name, x, y, colour), as near as possible without covering a name or a point.
+    """Label points (name, x, y, colour), as near as possible without covering a name or a point.
 
-    A thin line leads to names that stand further off. Call this function last, since it measures the axes.
+    Thin lines connect names that are farther away. Call this function last, because it measures the axes.
     """
     axis.figure.draw_without_rendering()
     scale = axis.figure.dpi / 72
@@ -291,13 +291,13 @@ def _overlap(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG or an SVG, as the name of the file says, in one step. The same figure gives the same bytes.
+    """Write a PNG or an SVG atomically, by the file's suffix. Equal figures give equal bytes.
 
     The first call fixes the layout: a layout that starts from an earlier one ends elsewhere.
     """
     kind = path.suffix.lstrip(".").lower()
     if kind not in FORMATS:
-        raise DataError(f"expected a file .png or .svg, got {path.name!r}")
+        raise DataError(f"Expected a file .png or .svg, got {path.name!r}.")
     import matplotlib
 
     if figure.get_layout_engine() is not None:

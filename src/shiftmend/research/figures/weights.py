@@ -31,19 +31,19 @@ Groups = Mapping[str, Sequence[str]]
 def draw_moved(
     model: nn.Module, adapted: Mapping[str, Weights], *, groups: Groups | None = None, notes: Sequence[str] = ()
 ) -> Figure:
-    """Draw the mean distance that a unit was moved, a bar for each method in each group of layers.
+    """Draw the mean distance by which units moved, one bar per method and group of layers.
 
     Distances depend on the learning rate and its schedule: compare methods that had the same, as the paper does.
 
     Args:
         model: the model before adapting.
         adapted: adapted models, or their state dicts, by method.
-        groups: the layers that stand together. `group_by_block` gives the blocks in running order. By default every
-            layer with a kernel stands by itself.
-        notes: notes for the foot, such as the learning rate.
+        groups: Groups of layers. `group_by_block` returns the blocks in running order. By default, every layer with a
+            kernel is a group.
+        notes: Notes below the figure, such as the learning rate.
     """
     if not adapted:
-        raise DataError("expected at least one adapted model, e.g. {'bufr': result.model}, got none")
+        raise DataError("Expected at least one adapted model, e.g. {'bufr': result.model}, got none.")
     chosen = group_by_layer(model) if groups is None else groups
     measured = {name: measure_distances(model, weights, chosen) for name, weights in adapted.items()}
     # Names that would not fit side by side are written one below the other.
@@ -80,12 +80,12 @@ def group_by_layer(model: nn.Module) -> dict[str, tuple[str, ...]]:
     modules = dict(plain.named_modules())
     found: dict[str, tuple[str, ...]] = {name: (name,) for name in find_owners(plain) if _has_kernel(modules[name])}
     if not found:
-        raise DataError("expected a model with weight matrices, got no layer with one")
+        raise DataError("Expected a model with weight matrices, got no layer with one.")
     return found
 
 
 def group_by_block(model: nn.Module, sample: Tensor) -> dict[str, tuple[str, ...]]:
-    """Return the blocks that BUFR unfreezes in running order, each with those of its layers that have a kernel."""
+    """Return the blocks that BUFR unfreezes, in running order, each with its layers that have a kernel."""
     plain = unwrap(model)
     modules = dict(plain.named_modules())
     groups = {}
@@ -97,7 +97,7 @@ def group_by_block(model: nn.Module, sample: Tensor) -> dict[str, tuple[str, ...
 
 
 def measure_distances(source: nn.Module, adapted: Weights, groups: Groups | None = None) -> dict[str, float]:
-    """Return the mean distance that the units of each group of layers were moved."""
+    """Return the mean distance by which the units of each group of layers moved."""
     before = unwrap(source)
     after = _load_weights(before, adapted)
     chosen = group_by_layer(before) if groups is None else groups
@@ -106,7 +106,7 @@ def measure_distances(source: nn.Module, adapted: Weights, groups: Groups | None
     for title, names in chosen.items():
         missing = [name for name in names if name not in ours]
         if missing:
-            raise DataError(f"expected layers of the model in group {title!r}, got {missing[0]!r}")
+            raise DataError(f"Expected layers of the model in group {title!r}, got {missing[0]!r}.")
         distances = [measure_unit_distances(ours[name], theirs[name]) for name in names]
         result[title] = float(np.concatenate(distances).mean())
     return result
@@ -124,12 +124,12 @@ def measure_unit_distances(source: nn.Module, adapted: nn.Module) -> NDArray[np.
 
 
 def _load_weights(source: nn.Module, adapted: Weights) -> nn.Module:
-    """Return the adapted model, after checking that its tensors fit those of the source model."""
+    """Return the adapted model, after checking that its tensors fit the source model."""
     state = unwrap(adapted).state_dict() if isinstance(adapted, nn.Module) else dict(adapted)
     for name, value in source.state_dict().items():
         if name not in state or (isinstance(value, Tensor) and state[name].shape != value.shape):
             what = "is missing" if name not in state else f"is {list(state[name].shape)}, not {list(value.shape)}"
-            raise DataError(f"expected an adapted version of the source model, got one whose {name!r} {what}")
+            raise DataError(f"Expected an adapted version of the source model, got one whose {name!r} {what}.")
     if isinstance(adapted, nn.Module):
         return unwrap(adapted)
     filled = copy.deepcopy(source)

@@ -41,13 +41,13 @@ MAX_COUNT = 1 << 30
 
 
 MAX_FUSED_SAMPLES = 2048
-"""Up to this batch size one block sees all values of a unit, and a single kernel computes histogram, divergence and
-gradient."""
+"""Largest batch size at which one block sees all values of a unit, and a single kernel computes histogram, divergence
+and gradient."""
 
 
 NEGLIGIBLE_LOGIT = 24.0
-"""A bin whose logit is this far below the highest gets less than 1e-10 of a value and lies outside of the window. The
-share is small even beside `EPSILON`: some bins hold nothing else, and their logarithm counts."""
+"""Bins whose logit is this far below the highest get less than 1e-10 of a value and are outside of the window. This is
+small even compared with `EPSILON`: some bins hold nothing else, and their logarithm counts."""
 
 
 WARP_SIZE = 32
@@ -77,7 +77,7 @@ _DTYPE_MACROS = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16"}
 
 
 def supports(values: Tensor, bins: Bins, kind: str | None = None) -> bool:
-    """Say if the kernels take such values, and can compute the divergence `kind`; else use the generic path."""
+    """Tell whether the kernels support such values and the divergence `kind`; otherwise the generic path is used."""
     return (
         values.is_cuda
         and (kind is None or (kind in DIVERGENCES and DIVERGENCES[kind].kl_weights is not None))
@@ -93,7 +93,7 @@ def supports(values: Tensor, bins: Bins, kind: str | None = None) -> bool:
 
 @functools.cache
 def _can_compile(device: torch.device) -> bool:
-    """Try to compile a kernel for the device, and log once why that fails."""
+    """Try to compile a kernel for the device, and log the reason once if that fails."""
     try:
         _compile(3, 1, 1, 1, 1, torch.float32, device)
     except CompilationError as error:
@@ -111,7 +111,7 @@ def divergence(
     kind: str = "psi",
     factor: float = 1.0,
 ) -> Tensor:
-    """Compute the divergence of each unit between a batch and the source, for what `supports` accepts.
+    """Compute the divergence of each unit between a batch and the source, for inputs that `supports` accepts.
 
     Args:
         values: Activations `[N, D]` on the GPU.
@@ -142,18 +142,18 @@ def soft_histogram(values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Te
 
 
 def _as_kernel_dtype(values: Tensor) -> Tensor:
-    """Return float16 values as float32: float16 would lose small gradients."""
+    """Convert float16 values to float32, because float16 would lose small gradients."""
     return values.float() if values.dtype == torch.float16 else values
 
 
 def _check_tables(values: Tensor, bins: Bins, **tables: Tensor) -> None:
-    """Refuse tables of another shape, type or device: a kernel reads whatever it is pointed at."""
+    """Refuse tables of another shape, dtype or device, because a kernel reads any memory it is pointed at."""
     for name, table in tables.items():
         shape = (values.shape[1], bins.total) if name == "source" else (values.shape[1],)
         if table.shape != shape or table.dtype != torch.float32 or table.device != values.device:
             raise ShiftmendError(
-                f"{name} is {table.dtype} {list(table.shape)} on {table.device}, expected float32 {list(shape)} on "
-                f"{values.device}, where the values are"
+                f"Expected {name} to be float32 {list(shape)} on {values.device}, as the values are, got {table.dtype} "
+                f"{list(table.shape)} on {table.device}."
             )
 
 
@@ -189,7 +189,7 @@ class _Divergence(torch.autograd.Function):
 
 
 class _Histogram(torch.autograd.Function):
-    """Normalised counts; the backward pass computes the shares again."""
+    """Autograd function of the normalised counts; the backward pass recomputes the shares."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, low: Tensor, scale: Tensor, bins: Bins) -> Tensor:
@@ -207,7 +207,7 @@ class _Histogram(torch.autograd.Function):
 
 
 def window(bins: Bins) -> int:
-    """Return how many bins, on either side of the cut nearest to a value, get a share that is not negligible.
+    """Return the number of bins on either side of the nearest cut that get a share of a value that is not negligible.
 
     In the worst case, a value in the middle of a bin, the first bin outside a window w has a logit s w^2 / 2 below the
     highest, where s is the width of a bin in temperatures.
@@ -246,17 +246,17 @@ class _Grid:
     @staticmethod
     def of(values: Tensor, bins: Bins, columns: int = WARP_SIZE, warps: int = MAX_WARPS) -> _Grid:
         needed = 1 << (values.shape[1] - 1).bit_length()
-        # Each thread has its own bins in shared memory, and one number more.
+        # Each thread has its own bins in shared memory, padded by one number.
         room = SHARED_BYTES // ((bins.total + 1) * WARP_SIZE * 4)
         return _Grid(values, bins, min(columns, needed), min(warps, room))
 
     @property
     def blocks(self) -> int:
-        """Blocks that the units are divided among."""
+        """Number of blocks that the units are divided among."""
         return math.ceil(self.values.shape[1] / self.columns)
 
     def split_samples(self, rounds: int) -> tuple[int, int]:
-        """Cut the samples into parts, so that a thread has some rounds to do; return their number and size."""
+        """Split the samples into parts, so that each thread has several rounds; return number and size of the parts."""
         samples, threads = self.values.shape[0], self.warps * WARP_SIZE // self.columns
         resident = multiprocessors(self.values.device) * WARPS_RESIDENT // self.warps
         count = max(1, min(math.ceil(samples / (rounds * threads)), resident // self.blocks))

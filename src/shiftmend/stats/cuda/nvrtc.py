@@ -1,4 +1,4 @@
-"""Compile CUDA C at run time and launch it, with the compiler that torch carries: no CUDA toolkit is needed."""
+"""Compiling CUDA C at run time, with the compiler inside torch, and launching it. No CUDA toolkit is needed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Argument = Tensor | int | float | None
 
 
 _UNSUPPORTED_CODE = (200, 209, 218, 222, 223)
-"""Errors of the driver for code that does not fit driver or GPU: invalid image, no binary, unknown PTX."""
+"""Driver errors for code that does not fit driver or GPU: invalid image, no binary, unknown PTX."""
 
 
 _CAPTURE_MODE_RELAXED = 2
 
 
 class CompilationError(RuntimeError):
-    """An error for a missing compiler, a source that does not compile, and code that the driver does not take."""
+    """Error of a missing compiler, a source that does not compile, or code that the driver rejects."""
 
 
 class DriverError(RuntimeError):
-    """An error of CUDA while loading or running a kernel; an earlier operation may have caused it."""
+    """Error of CUDA while loading or running a kernel; an earlier operation may be its cause."""
 
 
 class Module:
@@ -88,7 +88,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """Load compiler and driver: torch's own library is linked against both."""
+    """Load compiler and driver; torch's own library is linked against both."""
     if torch.version.cuda is None or sys.platform == "win32":
         raise CompilationError("this torch has no CUDA compiler")
     try:
@@ -124,8 +124,8 @@ def _read(program: c_void_p, what: str) -> bytes:
 
 @contextmanager
 def _allow_while_capturing() -> Iterator[None]:
-    """Allow this thread to load code while a CUDA graph is captured, which else forbids whatever may synchronise."""
-    # The call exchanges the mode of this thread for the one before.
+    """Allow this thread to load code while a CUDA graph is captured, which is otherwise forbidden."""
+    # The call swaps the mode of this thread with the previous one.
     mode = c_int(_CAPTURE_MODE_RELAXED)
     _check(_library().cuThreadExchangeStreamCaptureMode(byref(mode)))
     try:
@@ -135,7 +135,7 @@ def _allow_while_capturing() -> Iterator[None]:
 
 
 def _set_context(device: torch.device) -> None:
-    """Give this thread the device's primary context, which is torch's; a thread that launched nothing has none."""
+    """Make the device's primary context, which torch uses, current; a thread that launched nothing has none."""
     library, context = _library(), c_void_p()
     _check(library.cuCtxGetCurrent(byref(context)))
     if not context.value:

@@ -46,30 +46,32 @@ def find(name: str) -> Benchmark:
         return _find_in_file(Path(file), attribute)
     if name not in BENCHMARKS:
         near = difflib.get_close_matches(name, BENCHMARKS, n=2, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise DataError(f"unknown benchmark {name!r}, expected one of {', '.join(BENCHMARKS)}, or file.py:NAME{hint}")
+        hint = f". Try {' or '.join(near)}" if near else ""
+        raise DataError(
+            f"Expected the benchmark to be one of {', '.join(BENCHMARKS)}, or file.py:NAME, got {name!r}{hint}."
+        )
     defined = vars(importlib.import_module(f"{__name__}.{BENCHMARKS[name]}")).values()
     return next(value for value in defined if isinstance(value, Benchmark) and value.name == name)
 
 
 def _find_in_file(file: Path, attribute: str) -> Benchmark:
     if not file.is_file():
-        raise DataError(f"{file} is missing: expected a Python file that defines the benchmark {attribute}")
+        raise DataError(f"Expected a Python file that defines the benchmark {attribute}, got {file}, which is missing.")
     with first_on_path(file.resolve().parent):
         with user_code(lambda error: DataError(f"{file} could not be run: {describe_error(error)}")):
             found = getattr(import_file(file), attribute, None)
         if not isinstance(found, Benchmark):
             raise DataError(
-                f"{file} defines no benchmark called {attribute or '(nothing)'}; expected a "
-                "shiftmend.research.bench.benchmark.Benchmark of the name behind the colon"
+                f"Expected {file} to define a Benchmark called {attribute or '(nothing)'}, got none. Name it behind "
+                "the colon."
             )
         for problem in list_problems(found):
-            raise DataError(f"the benchmark {attribute} in {file} does not add up: {problem}")
+            raise DataError(f"The benchmark {attribute} in {file} does not add up: {problem}")
     return found
 
 
 def list_problems(benchmark: Benchmark) -> Iterator[str]:
-    """List what in a definition refers to something that is not there, or is easily written wrongly."""
+    """List references in a definition that do not exist, and values that are easily mistyped."""
     for name, example in (("shifts", '("dim",)'), ("seeds", "(1,)")):
         values = getattr(benchmark, name)
         # ("dim") is a text, and (1) a number.

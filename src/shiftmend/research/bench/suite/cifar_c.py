@@ -59,7 +59,7 @@ def _make_benchmark(
     clean: Reader,
     shifted: ShiftedReader,
 ) -> Benchmark:
-    """Make one of the two, from what they differ in."""
+    """Make one of the two benchmarks from their differences."""
     folder = name.upper()
 
     def published(shift: str, root: Root) -> bool:

@@ -1,4 +1,4 @@
-"""Shifted images for the benchmarks: the published files where they are, made again where they are not."""
+"""Shifted images for the benchmarks: published files if available, regenerated otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SEED", "exists", "find_textures", "make_again", "origin_of"]
 
 
 def exists(root: Root, *parts: str) -> bool:
-    """Tell if a file or folder of a published set is there."""
+    """Tell whether a file or folder of a published set exists."""
     try:
         return data_root(root).joinpath(*parts).exists()
     except DataError:
@@ -23,7 +23,7 @@ def exists(root: Root, *parts: str) -> bool:
 
 
 def find_textures(root: Root, *parts: str) -> Path | None:
-    """Find a folder of pictures under the data root; without it the package draws stand-ins."""
+    """Find a folder of pictures under the data root; without it, the package draws substitutes."""
     return data_root(root).joinpath(*parts) if exists(root, *parts) else None
 
 
@@ -36,11 +36,11 @@ def make_again(name: str, clean: Split, *, pictures: Path | None = None, severit
 
 
 def origin_of(name: str, there: bool, root: Root, made: tuple[str, str]) -> Origin:
-    """Say where images come from. A shift with pictures of its own, such as textures, can only be rebuilt.
+    """Return the origin of images. A shift with pictures of its own, such as textures, can only be rebuilt.
 
     Args:
         name: The shift.
-        there: Whether there are files of it.
+        there: Whether there are files of the shift.
         root: The data root.
         made: Set and part by which `shiftmend data make` would know these files.
     """

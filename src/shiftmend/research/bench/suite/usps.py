@@ -45,7 +45,7 @@ def load_source(source: str, root: Root) -> Source:
 
 
 def load_target(shift: str, root: Root) -> Target:
-    """Load the other of both sets, at the size of MNIST."""
+    """Load the other of the two sets, at the size of MNIST."""
     if shift == CLEAN:
         test = mnist("test", root)
         return Target(test, test, test)
@@ -58,8 +58,8 @@ def load_target(shift: str, root: Root) -> Target:
 def enlarge(split: Split) -> Split:
     """Enlarge images to the size of MNIST's.
 
-    Many new pixels lie halfway between two grey levels. The decimals round them alike on every machine, or the same set
-    would pass for another one.
+    Many new pixels lie halfway between two grey levels. They are rounded to some decimals first, so that every machine
+    gets the same images and the same hash.
     """
     large = functional.interpolate(split.images.double(), size=SIDE, mode="bilinear")
     images = large.round(decimals=6).round().to(split.images.dtype)

@@ -64,7 +64,7 @@ def _balance(part: ImageFiles, per_class: int) -> ImageFiles:
 
 
 def origin(shift: str, root: Root) -> Origin:
-    """Tell where images come from: the set is the published one."""
+    """Return the origin of the images, which are always the published ones."""
     return "published"
 
 
