@@ -342,7 +342,8 @@ def write_page(accuracy: RowFile, membership: RowFile) -> str:
         f"delta of {DELTA:g}; one person is one sample. Noise is OpenDP's.",
         "## What privacy costs",
         "Accuracy in percent after adapting with no option but the method: means over draws of the noise, with their "
-        "standard deviation where there are several. *Noise* is that of each count, in samples, at epsilon 1.",
+        "standard deviation where there are several. *Noise* is that of each count, in samples, at epsilon 1. A dash "
+        "was not measured. On a GPU, noise came from a file that OpenDP had drawn.",
     ]
     parts += summarise_losses(accuracy.rows)
     for name in dict.fromkeys(row["benchmark"] for row in accuracy.rows):
@@ -398,7 +399,7 @@ def summarise_losses(rows: Sequence[Row]) -> list[str]:
                 if (row["benchmark"], row["method"], row["epsilon"]) == (name, method, epsilon)
                 and (name, row["shift"], method, row["seed"]) in exact
             ]
-            worst = f" (worst {100 * max(losses):.2f})" if losses else ""
+            worst = f" (worst {100 * max(losses):.2f}, {len(losses)} run{'s' * (len(losses) > 1)})" if losses else ""
             cells.append(f"{100 * mean(losses):.2f}{worst}" if losses else "–")
         lines.append(f"| {name} | `{method}` | {' | '.join(cells)} |")
     return [

@@ -55,6 +55,6 @@ def test_the_page_has_what_was_measured(tmp_path: Path) -> None:
     membership = RowFile(None, private.MEMBERSHIP)
     membership.add((1000, private.EXACT, "extremes", 0), {"advantage": 0.25, "auc": 0.6, "certain": 0.1}, MANIFEST)
     page = private.write_page(accuracy, membership)
-    assert "| mnist | `fr` | – | – | 0.50 (worst 0.50) | – |" in page
+    assert "| mnist | `fr` | – | – | 0.50 (worst 0.50, 1 run) | – |" in page
     assert "| stripe | `fr` | 90.0 | – | – | 89.5 | – |" in page
     assert "+0.250" in page
