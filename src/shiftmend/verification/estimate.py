@@ -912,7 +912,8 @@ def _check_range(rehearsed: Floats, name: str, value: float) -> str | None:
     """Return a remark if a signal lies outside of what was rehearsed."""
     low, high = float(rehearsed.min()), float(rehearsed.max())
     margin = RANGE_MARGIN * (high - low)
-    if low - margin <= value <= high + margin:
+    # Answers that are more like those of home than ever are no reason for doubt.
+    if value <= high + margin and (low - margin <= value or name == "skew"):
         return None
     if name == "skew":
         return f"answers fall into other classes than ever at home (skew {value:.2f}, rehearsed up to {high:.2f})"
