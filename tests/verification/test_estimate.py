@@ -714,3 +714,10 @@ def test_only_some_candidates_may_take_part() -> None:
     best = int(record.scores[:, 0, 1].argmax())
     readings = {name: signals_of(record, best, name) for name in record.candidates}
     assert Estimator(record).choose(readings, 1000, only=[UNTOUCHED]) == UNTOUCHED
+
+
+def test_answers_more_like_home_than_ever_are_no_reason_for_doubt() -> None:
+    rehearsed = np.array([0.0, 0.1])
+    assert estimate._check_range(rehearsed, "skew", -0.03) is None
+    assert estimate._check_range(rehearsed, "confidence", -0.03) is not None
+    assert "other classes" in str(estimate._check_range(rehearsed, "skew", 0.2))
