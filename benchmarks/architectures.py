@@ -393,6 +393,8 @@ def write_page(file: RowFile, order: Sequence[str]) -> str:
         methods = [describe_method(row, name) if row["methods"] else "failed" for name in METHODS]
         lines.append(f"| {' | '.join([*cells, *methods])} |")
     lines += ["", "AdaBN needs BatchNorm; a dash stands where a network has none."]
+    missing = [name for name in order if name not in {row["architecture"] for row in rows}]
+    lines += ["", f"Not run yet: {'; '.join(missing)}."] if missing else []
     failed = {row["architecture"]: errors for row in rows if (errors := find_errors(row))}
     if failed:
         lines += ["", "## What failed", ""]

@@ -119,6 +119,20 @@ def test_entries_of_a_list_are_blocks_also_beside_other_stages() -> None:
     assert names == ["embedding", *layers, "decoder.left", "decoder.right"]
 
 
+def test_a_dict_of_modules_with_a_forward_pass_is_one_stage() -> None:
+    """The dense blocks of a DenseNet fell apart into their layers."""
+
+    class Dense(nn.ModuleDict):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.values():
+                x = layer(x).relu()
+            return x
+
+    stages = [Dense({name: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for name in "ab"}) for _ in range(2)]
+    blocks = blocks_of(nn.Sequential(*stages, nn.Linear(4, 2)).eval(), torch.randn(2, 4))
+    assert [block.name for block in blocks] == ["0", "1"]
+
+
 def test_normalisation_over_whole_maps_is_no_layer_of_its_own() -> None:
     """Its scale has as many axes as a kernel."""
     layers = [nn.Conv2d(1, 4, 3), nn.LayerNorm([4, 6, 6]), nn.Conv2d(4, 4, 3), nn.LayerNorm([4, 4, 4]), nn.Flatten()]

@@ -182,8 +182,11 @@ def _has_kernel(module: nn.Module, name: str, running: list[str]) -> bool:
 
 
 def _is_list(modules: dict[str, nn.Module], inside: list[str]) -> bool:
-    """Tell whether the smallest container of some modules is a list, or a dict like torchvision's backbones."""
-    return isinstance(modules[_common_parent(inside)], nn.ModuleList | nn.ModuleDict)
+    """Tell whether the smallest container of some modules is a list or dict of modules, without a forward of its own.
+
+    A dense block of torchvision is a `ModuleDict` with a forward pass, and one stage.
+    """
+    return type(modules[_common_parent(inside)]) in (nn.ModuleList, nn.ModuleDict)
 
 
 def _common_parent(names: list[str]) -> str:
