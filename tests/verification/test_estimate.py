@@ -402,18 +402,14 @@ def test_of_errors_the_lowest_is_chosen() -> None:
 
 
 def test_wide_intervals_leave_the_choice_to_what_was_usual() -> None:
-    habits = {
-        UNTOUCHED: Habit(-0.2, 0.05, 0.0, 0.0),
-        "fr": Habit(0.0, 0.05, 0.2, 0.1),
-        "bufr": Habit(0.1, 0.05, 0.3, 0.1),
-    }
-    wide = {UNTOUCHED: (0.6, 0.5), "fr": (0.72, 0.5), "bufr": (0.7, 0.5)}
-    assert choose(wide) == UNTOUCHED
+    habits = {UNTOUCHED: Habit(-0.2, 0.05), "fr": Habit(0.0, 0.05), "bufr": Habit(0.1, 0.05)}
+    wide = {UNTOUCHED: (0.2, 0.5), "fr": (0.72, 0.5), "bufr": (0.7, 0.5)}
+    assert choose(wide) == "fr"
     assert choose(wide, habits=habits) == "bufr"
     narrow = {name: (value, 0.01) for name, (value, _) in wide.items()}
     assert choose(narrow, habits=habits) == "fr"
-    harmful = {name: one._replace(gain=-one.gain) for name, one in habits.items()}
-    assert choose(wide, habits=harmful) == UNTOUCHED
+    # What is usual never decides against the untouched model: under label shift the usual gain is harm.
+    assert choose(wide | {UNTOUCHED: (0.6, 0.5)}, habits=habits) == UNTOUCHED
 
 
 def test_habits_are_those_of_families_with_all_candidates() -> None:
@@ -424,8 +420,6 @@ def test_habits_are_those_of_families_with_all_candidates() -> None:
     gains = scores[kept] - scores[kept][:, :1]
     found = find_habits(record, 0, without=record.families[2])
     assert len({shift.family for shift in record.shifts}) == len(record.shifts)
-    assert [one.gain for one in found.values()] == pytest.approx(np.median(gains, axis=0).tolist(), abs=1e-6)
-    assert [one.gain_deviation for one in found.values()] == pytest.approx(gains.std(0, ddof=1).tolist(), abs=1e-6)
     mended = scores[kept][gains.max(1) > 0]
     relative = mended - np.median(mended, axis=1, keepdims=True)
     assert [one.relative for one in found.values()] == pytest.approx(np.median(relative, axis=0).tolist(), abs=1e-6)

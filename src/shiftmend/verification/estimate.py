@@ -484,14 +484,10 @@ class Habit(NamedTuple):
     Attributes:
         relative: Score relative to the median of all candidates, where some candidate mends the shift.
         deviation: Deviation of that over families.
-        gain: Score less that of the untouched model, in all shifts, also in those that cannot be mended.
-        gain_deviation: Deviation of that over families.
     """
 
     relative: float
     deviation: float
-    gain: float
-    gain_deviation: float
 
 
 def find_habits(record: Rehearsal, size: int, without: str | None = None) -> dict[str, Habit]:
@@ -505,25 +501,23 @@ def find_habits(record: Rehearsal, size: int, without: str | None = None) -> dic
     sign = 1.0 if record.higher_is_better else -1.0
     scores = record.scores[:, size].double().numpy()
     untouched = record.index(UNTOUCHED)
-    gains: dict[str, list[Floats]] = {}
     relative: dict[str, list[Floats]] = {}
     for shift, row in zip(record.shifts, scores, strict=True):
         if shift.family == without or not np.isfinite(row).all():
             continue
-        gains.setdefault(shift.family, []).append(row - row[untouched])
         if (sign * (row - row[untouched])).max() > 0:
             relative.setdefault(shift.family, []).append(row - np.median(row))
     if len(relative) < MIN_CELLS:
         return {}
-    both = [np.array([np.mean(rows, axis=0) for rows in found.values()]) for found in (relative, gains)]
-    figures = np.array([part for one in both for part in (np.median(one, axis=0), one.std(axis=0, ddof=1))])
+    rows = np.array([np.mean(every, axis=0) for every in relative.values()])
+    figures = np.array([np.median(rows, axis=0), rows.std(axis=0, ddof=1)])
     return {name: Habit(*column) for name, column in zip(record.candidates, figures.T.tolist(), strict=True)}
 
 
 GAIN_IN_WIDTHS = 0.1
 """Gain, relative to the half-widths of both intervals, below which the untouched model is kept."""
 GAIN_IN_WIDE_WIDTHS = 0.3
-"""The same for a candidate whose interval is too wide to be told, where nothing usual is known."""
+"""The same for a candidate whose interval is too wide to be told."""
 OVERWHELMING = 0.2
 """Gain in accuracy over the upper bound of the untouched model above which doubts are ignored."""
 
@@ -537,8 +531,8 @@ def choose(
 ) -> str:
     """Choose the candidate with the best estimate; keep the untouched model unless another is clearly better.
 
-    Wide intervals leave open which candidate is the best, and by how much. What was usual in the rehearsal then counts
-    the more, the wider the intervals are.
+    Among candidates that are clearly better, wide intervals leave open which is the best. What was usual in the
+    rehearsal then counts the more, the wider the intervals are.
 
     Args:
         told: Estimate and half-width by candidate. The caller leaves out invalid estimates.
@@ -562,13 +556,8 @@ def choose(
         if name == UNTOUCHED:
             continue
         reference, around = told.get(UNTOUCHED, (-sign * math.inf, 0.0))
-        gain, open_half, share = sign * (value - reference), half + around, GAIN_IN_WIDTHS
-        if half > widest and name in habits and math.isfinite(gain):
-            usual = sign * habits[name].gain, NORMAL_QUANTILE * habits[name].gain_deviation
-            gain, open_half = _combine((gain, open_half), usual, least)
-        elif half > widest:
-            share = GAIN_IN_WIDE_WIDTHS
-        if gain > least + share * open_half:
+        share = GAIN_IN_WIDTHS if half <= widest else GAIN_IN_WIDE_WIDTHS
+        if sign * (value - reference) > least + share * (half + around):
             clear[name] = value
     if not clear:
         return UNTOUCHED
@@ -576,14 +565,14 @@ def choose(
     if clear.keys() <= habits.keys():
         for name, value in clear.items():
             usual = habits[name].relative, NORMAL_QUANTILE * habits[name].deviation
-            clear[name] = _combine((value - centre, told[name][1]), usual, least)[0]
+            clear[name] = _combine((value - centre, told[name][1]), usual, least)
     return max(clear, key=lambda name: sign * clear[name])
 
 
-def _combine(first: tuple[float, float], second: tuple[float, float], least: float) -> tuple[float, float]:
-    """Return the mean of two numbers with half-widths, each weighted by one over its square, and its half-width."""
+def _combine(first: tuple[float, float], second: tuple[float, float], least: float) -> float:
+    """Return the mean of two numbers with half-widths, each weighted by one over the square of its half-width."""
     weights = [1 / max(half, least) ** 2 for _, half in (first, second)]
-    return float(np.average([first[0], second[0]], weights=weights)), 1 / math.sqrt(sum(weights))
+    return float(np.average([first[0], second[0]], weights=weights))
 
 
 # ---- estimates at the site
