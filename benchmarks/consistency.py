@@ -19,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import other_shares
 import torch
 from torch import Tensor, nn
 
+import label_shift
 import shiftmend
 from shiftmend import demo
 from shiftmend.adaptation import auto
@@ -86,20 +86,20 @@ def rehearse_mnist(seed: int, root: Path | None) -> Profile:
     order = torch.randperm(len(split.labels), generator=torch.Generator().manual_seed(seed))
     images, labels = split.images[order], split.labels[order].long()
     torch.manual_seed(seed)
-    model = other_shares.Network(10)
+    model = label_shift.Network(10)
     optimiser = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=5e-4)
     for _ in range(4):
         for rows in torch.randperm(MNIST_SOURCE).split(128):
             optimiser.zero_grad()
-            logits = model(other_shares.preprocess(images[rows]))
+            logits = model(label_shift.shrink(images[rows]))
             nn.functional.cross_entropy(logits, labels[rows]).backward()
             optimiser.step()
     model.eval()
-    profile = shiftmend.profile(model, images[:MNIST_SOURCE], preprocess=other_shares.preprocess, progress=False)
+    profile = shiftmend.profile(model, images[:MNIST_SOURCE], preprocess=label_shift.shrink, progress=False)
     held_out = slice(MNIST_SOURCE, MNIST_SOURCE + MNIST_HOME)
     home = images[held_out], labels[held_out]
     return shiftmend.rehearse(
-        model, home, profile, candidates=CANDIDATES, preprocess=other_shares.preprocess, seed=seed, progress=False
+        model, home, profile, candidates=CANDIDATES, preprocess=label_shift.shrink, seed=seed, progress=False
     )
 
 

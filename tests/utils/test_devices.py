@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from shiftmend.errors import ShiftmendError
 from shiftmend.introspection.model_state import on_device
 from shiftmend.utils import devices
 from shiftmend.utils.devices import device_of, free_host_bytes, max_resident_bytes, resolve_device
+from shiftmend.utils.gpu_sharing import share_gpu
 
 CPU = torch.device("cpu")
 
@@ -132,3 +134,14 @@ def test_elsewhere_half_of_the_memory_is_taken_to_be_free(tmp_path: Path, monkey
     assert free_host_bytes(tmp_path) == 500 * 4096
     monkeypatch.delattr(os, "sysconf")
     assert free_host_bytes(tmp_path) is None
+
+
+def test_cached_memory_of_a_gpu_is_released_unless_other_threads_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append("cuda"))
+    devices.release_cached_memory(torch.device("cpu"))
+    with share_gpu(threading.Lock()):
+        devices.release_cached_memory(torch.device("cuda"))
+    assert released == []
+    devices.release_cached_memory(torch.device("cuda"))
+    assert released == ["cuda"]

@@ -49,7 +49,7 @@ from shiftmend.profiles import fingerprints
 from shiftmend.profiles.fingerprints import Summary
 from shiftmend.profiles.profile import Profile, as_profile
 from shiftmend.utils.checks import brief, check_function, counted, is_whole
-from shiftmend.utils.devices import max_resident_bytes, resolve_device
+from shiftmend.utils.devices import max_resident_bytes, release_cached_memory, resolve_device
 from shiftmend.utils.files import as_path
 from shiftmend.utils.processes import of_first_process, world_size
 from shiftmend.utils.progress import Progress, progress_bar
@@ -245,6 +245,8 @@ def run_method(task: Task, method: Method, settings: Settings, before: Verificat
             return _train(task, network, taps, method, settings, summary, before)
         finally:
             make_ordinary(adapted, task.model)
+            if settings.capture and method.trains:
+                release_cached_memory(task.feed.device)
 
 
 def _train(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shiftmend.errors import ShiftmendError
 from shiftmend.utils.checks import brief
+from shiftmend.utils.gpu_sharing import is_sharing_gpu
 from shiftmend.utils.processes import world_size
 from shiftmend.utils.tensor_tree import Inputs, TensorTree
 
@@ -76,6 +77,16 @@ def supports_async_copies(device: torch.device) -> bool:
 def preferred_memory_format(device: torch.device) -> torch.memory_format:
     """Return the fastest memory format for images. `mps` computes wrong BatchNorm gradients with channels last."""
     return torch.contiguous_format if device.type == "mps" else torch.channels_last
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Return memory that PyTorch caches on a GPU to the driver, unless other threads of the process use the GPU.
+
+    The memory of a CUDA graph that was freed stays cached until the process runs out of memory, so that other processes
+    on the GPU would run out first. Fifteen adaptations of a ResNet-18 in one process had cached 120 GB.
+    """
+    if device.type == "cuda" and not is_sharing_gpu():
+        torch.cuda.empty_cache()
 
 
 @overload
