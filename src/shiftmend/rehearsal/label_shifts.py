@@ -39,7 +39,7 @@ HOME_DRAWS = 20
 LABEL_SHIFTS = 14
 """Label shifts behind the device of home."""
 MIXED_KINDS = ("dirichlet 1", "tail 10", "half missing", "tail 100")
-"""Kinds that come together with simulated devices. Milder ones say little of errors, and extreme ones leave few samples."""
+"""Kinds that come together with simulated devices: milder ones say little of errors, extreme ones leave few samples."""
 MAX_MIXED = 7
 """Label shifts together with simulated devices at most; three for each four simulated shifts."""
 MIN_SITE_SAMPLES = 50
