@@ -361,7 +361,7 @@ def test_truth_of_a_site(loss: float, distance: float, truth: str) -> None:
 
 def test_errors_for_other_shares_need_enough_sites() -> None:
     assert replace(RECORD, sites=SITES).find_share_error("bufr") == pytest.approx(0.3)
-    assert replace(RECORD, sites=SITES[1:]).find_share_error("bufr") is None
+    assert replace(RECORD, sites=SITES[2:]).find_share_error("bufr") is None
     assert replace(RECORD, sites=SITES).find_share_error("fr") is None
 
 

@@ -67,7 +67,7 @@ LOSS_OF_A_DEVICE = 0.03
 """Loss of accuracy of the untouched model, at the class shares of home, from which on a device counts as changed."""
 OTHER_PATIENTS = 0.1
 """Total variation of the class shares from which on patients count as others."""
-MIN_SITES_TOLD = 5
+MIN_SITES_TOLD = 4
 """Sites of other class shares that have to be foreseen at home before any other is told."""
 UNEXPLAINED_MARGIN = 0.9
 """Share of the least that a simulated device left unexplained by class shares which another device may leave."""
