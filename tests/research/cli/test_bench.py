@@ -434,7 +434,7 @@ def test_merge(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert again == {str(tmp_path / "all.json"): 35}
     ok(capsys, "export", "-f", tmp_path / "again" / STORE, "--format", "compact", "-o", tmp_path / "second.json")
     assert (tmp_path / "second.json").read_text() == (tmp_path / "all.json").read_text()
-    assert "fr twice" in refused(capsys, "merge", here, "-f", here)
+    assert "with itself" in refused(capsys, "merge", here, "-f", here)
     assert "Expected a store" in refused(capsys, "merge", digits, tmp_path / "nowhere", "-f", tmp_path / "fresh")
     assert not (tmp_path / "fresh").exists()
 
