@@ -512,14 +512,14 @@ def write_page(file: RowFile) -> str:
         "# Time to mend",
         "Made by `python benchmarks/time_to_mend.py --page` from `results/time-to-mend.json` and from nothing else.",
         "CIFAR-10-C was run with a rehearsed profile, as a site has it: such a run ends when features are as close to "
-        "the profile as new samples from home are. EMNIST-DA was run without one, which makes no difference there: none "
-        "of its rehearsed runs came that close. On CIFAR-10-C the rest of the loss is what the model knows of its "
-        "training images: without the rule three corruptions took 2,624 to 2,688 steps and lost 0.3 to 0.7 points "
-        "from their best round to the kept one (`results/time-to-mend-curves.json`). Seconds of digits and of CIFAR-10-C "
-        "were measured beside other processes and are upper bounds; CIFAR-10-C alone took 4.1 to 5.5 ms a step.",
-        "Two targets are missed for known reasons. `fr` on bricks ends below 10 % for these source models at every rate "
-        "that was tried, and the mean of the other twelve shifts is 79.1 %. `bufr` on EMNIST-DA ends its blocks at a "
-        "loss that still falls slowly, which costs a tenth of a point at a sixth of the steps.",
+        "the profile as new samples from home are. EMNIST-DA was run without one, which makes no difference there: "
+        "none of its rehearsed runs came that close. On CIFAR-10-C the rest of the loss is what the model knows of its "
+        "training images: without the rule three corruptions took 2,624 to 2,688 steps and lost 0.4 to 0.7 points "
+        "from their best round to the kept one (`results/time-to-mend-curves.json`). Seconds of digits and of "
+        "CIFAR-10-C were measured beside other processes and are upper bounds.",
+        "Two targets are missed for known reasons. `fr` on bricks ends below 10 % for these source models at every "
+        "rate that was tried, and the mean of the other twelve shifts is 79.1 %. `bufr` on EMNIST-DA ends its blocks at "
+        "a loss that still falls slowly, which costs a tenth of a point at a sixth of the steps.",
         "`adapt` with a method and no other option trains until the loss no longer falls, and keeps a state without "
         "looking at labels. "
         "*Auto* is the state that it returns. *Best round* is the best state on the way of another such run, *its best "

@@ -153,8 +153,8 @@ def test_quick_is_offered_before_a_long_rehearsal(
     code, out, _ = call(capsys, *given, "--site-size", 200, "--seed", 3, "--batch-size", 64)
     assert code == 130
     assert out.strip() == (
-        "12 simulated shifts x 1 size x 8 candidates on 600 samples with their labels: about as long as 5 adaptations; "
-        "--quick leaves out fr, bufr-im, 3 shifts"
+        "12 simulated shifts x 1 size x 9 candidates on 600 samples with their labels: about as long as 5 adaptations; "
+        "--quick leaves out fr, match-fr, bufr-im, 3 shifts"
     )
     assert (asked["site_size"], asked["seed"], asked["batch_size"], asked["executor"]) == (200, 3, 64, None)
     assert "x 2 sizes x" in call(capsys, *given)[1]

@@ -110,7 +110,7 @@ def choose_usual(names: Sequence[str], profile: Profile) -> tuple[str, ...]:
         return tuple(name for name in names if not METHODS[name].maps_inputs)
     # Each column of a table has a gain and an offset of its own, which FR alone would have to undo by its weights.
     is_table = len(profile.inputs.shape) == 1
-    return tuple(name for name in names if is_table or name != "match-fr")
+    return tuple(name for name in names if is_table or not METHODS[name].for_tables)
 
 
 def try_candidates(task: Task, settings: Settings, methods: Mapping[str, Method]) -> list[Trial]:

@@ -146,6 +146,8 @@ class Method:
     the shares that the model predicts there."""
     maps_inputs: ClassVar[bool] = False
     """Whether the method maps the inputs, which must then be one tensor."""
+    for_tables: ClassVar[bool] = False
+    """Whether `auto` tries the method for tables and spectra alone."""
     dropout: ClassVar[bool] = False
     """Whether dropout is active during training; on a stream it never is."""
     minimises_entropy: ClassVar[bool] = False

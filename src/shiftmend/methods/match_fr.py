@@ -32,6 +32,7 @@ class MatchFR(FR):
     online: ClassVar[bool] = False
     reads_inputs: ClassVar[bool] = True
     maps_inputs: ClassVar[bool] = True
+    for_tables: ClassVar[bool] = True
 
     def stages(self, network: Network, profile: Profile | None) -> list[Stage]:
         return [Stage(INPUTS, 1), *super().stages(network, profile)]

@@ -292,8 +292,8 @@ def _number_slices(chosen: Preset, features: int) -> dict[str, int]:
         numbers["alignment"] = chosen.aligned_slices
     if sum(numbers.values()) * features > MAX_WEIGHTS:
         raise ProfileError(
-            f"{features:,} features are too many for {sum(numbers.values())} slices; tap a smaller layer with "
-            "taps={'features': ...}, or leave out the preset 'sliced'"
+            f"Expected fewer features for {sum(numbers.values())} slices, got {features:,}. Tap a smaller layer with "
+            "taps={'features': ...}, or leave out the preset 'sliced'."
         )
     return numbers
 

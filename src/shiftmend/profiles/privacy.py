@@ -108,7 +108,7 @@ class Privacy:
 
 @dataclass(frozen=True)
 class Guarantee:
-    """What a private profile promises, as it is stored.
+    """The promise of a private profile, as it is stored.
 
     Attributes:
         epsilon: The budget of all stored numbers together.
@@ -402,7 +402,7 @@ Ends = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a private profile counts.
+    """Histograms that a private profile counts.
 
     Attributes:
         run: Calls a function with the values at the taps of every batch.

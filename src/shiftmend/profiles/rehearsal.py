@@ -108,7 +108,7 @@ class RehearsedSite:
 
     @property
     def truth(self) -> str | None:
-        """What changed, one of `CHANGES`; None in the grey zone, below a limit but above a third or a half of it."""
+        """One of `CHANGES`; None in the grey zone, below a limit but above a third or a half of it."""
         return tell_truth(self.loss, self.distance)
 
 

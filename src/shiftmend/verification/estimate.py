@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -444,7 +444,6 @@ def cross_fit(record: Rehearsal, estimator: Estimator | None = None) -> Rehearsa
         every = {name: Cells.of(record, name, size) for name in record.candidates}
         guesses = {name: estimator.cross_fit(name, size, cells).guesses for name, cells in every.items()}
         for family in record.families:
-            habits = find_habits(record, size, without=family)
             for shift in (place for place, one in enumerate(record.shifts) if one.family == family):
                 told = {}
                 for place, (name, cells) in enumerate(every.items()):
@@ -453,7 +452,7 @@ def cross_fit(record: Rehearsal, estimator: Estimator | None = None) -> Rehearsa
                         estimates[shift, size, place], difficulties[shift, size, place], half = found
                         told[name] = found[0], half
                 widest = MAX_HALF_WIDTH if record.task == "classes" else MAX_RELATIVE_HALF_WIDTH * abs(record.score)
-                name = choose(told, record.higher_is_better, every[UNTOUCHED].least, widest, habits)
+                name = choose(told, record.higher_is_better, every[UNTOUCHED].least, widest)
                 best = record.index(name) if told else 0
                 chosen[shift, size] = best
                 for table in (estimates, difficulties):
@@ -478,42 +477,6 @@ def _estimate_left_out(
     return value, difficulty, width(difficulty)
 
 
-class Habit(NamedTuple):
-    """What a candidate usually did in the rehearsal, over families of shifts.
-
-    Attributes:
-        relative: Score relative to the median of all candidates, where some candidate mends the shift.
-        deviation: Deviation of that over families.
-    """
-
-    relative: float
-    deviation: float
-
-
-def find_habits(record: Rehearsal, size: int, without: str | None = None) -> dict[str, Habit]:
-    """Return what each candidate usually did in a rehearsal; nothing if too few shifts were mended.
-
-    Args:
-        record: A rehearsal with scores.
-        size: Place of the sample size.
-        without: A family that does not count.
-    """
-    sign = 1.0 if record.higher_is_better else -1.0
-    scores = record.scores[:, size].double().numpy()
-    untouched = record.index(UNTOUCHED)
-    relative: dict[str, list[Floats]] = {}
-    for shift, row in zip(record.shifts, scores, strict=True):
-        if shift.family == without or not np.isfinite(row).all():
-            continue
-        if (sign * (row - row[untouched])).max() > 0:
-            relative.setdefault(shift.family, []).append(row - np.median(row))
-    if len(relative) < MIN_CELLS:
-        return {}
-    rows = np.array([np.mean(every, axis=0) for every in relative.values()])
-    figures = np.array([np.median(rows, axis=0), rows.std(axis=0, ddof=1)])
-    return {name: Habit(*column) for name, column in zip(record.candidates, figures.T.tolist(), strict=True)}
-
-
 GAIN_IN_WIDTHS = 0.1
 """Gain, relative to the half-widths of both intervals, below which the untouched model is kept."""
 GAIN_IN_WIDE_WIDTHS = 0.3
@@ -527,19 +490,14 @@ def choose(
     higher_is_better: bool = True,
     least: float = MIN_ERROR,
     widest: float = MAX_HALF_WIDTH,
-    habits: Mapping[str, Habit] | None = None,
 ) -> str:
     """Choose the candidate with the best estimate; keep the untouched model unless another is clearly better.
-
-    Among candidates that are clearly better, wide intervals leave open which is the best. What was usual in the
-    rehearsal then counts the more, the wider the intervals are.
 
     Args:
         told: Estimate and half-width by candidate. The caller leaves out invalid estimates.
         higher_is_better: False for errors.
         least: Gain that is too small to count in any case.
         widest: Half of the widest interval that is worth telling. Beyond it, more gain is asked for.
-        habits: What candidates usually did (`find_habits`). Without them the estimates alone decide.
 
     Returns:
         Name of the candidate.
@@ -550,7 +508,7 @@ def choose(
         >>> choose({"source-only": (0.84, 0.05), "bufr": (0.85, 0.03)})
         'source-only'
     """
-    sign, habits = 1.0 if higher_is_better else -1.0, habits or {}
+    sign = 1.0 if higher_is_better else -1.0
     clear: dict[str, float] = {}
     for name, (value, half) in told.items():
         if name == UNTOUCHED:
@@ -558,21 +516,8 @@ def choose(
         reference, around = told.get(UNTOUCHED, (-sign * math.inf, 0.0))
         share = GAIN_IN_WIDTHS if half <= widest else GAIN_IN_WIDE_WIDTHS
         if sign * (value - reference) > least + share * (half + around):
-            clear[name] = value
-    if not clear:
-        return UNTOUCHED
-    centre = float(np.median([*clear.values()]))
-    if clear.keys() <= habits.keys():
-        for name, value in clear.items():
-            usual = habits[name].relative, NORMAL_QUANTILE * habits[name].deviation
-            clear[name] = _combine((value - centre, told[name][1]), usual, least)
-    return max(clear, key=lambda name: sign * clear[name])
-
-
-def _combine(first: tuple[float, float], second: tuple[float, float], least: float) -> float:
-    """Return the mean of two numbers with half-widths, each weighted by one over the square of its half-width."""
-    weights = [1 / max(half, least) ** 2 for _, half in (first, second)]
-    return float(np.average([first[0], second[0]], weights=weights))
+            clear[name] = sign * value
+    return max(clear, key=lambda name: clear[name]) if clear else UNTOUCHED
 
 
 # ---- estimates at the site
@@ -729,9 +674,8 @@ class Estimator:
                 and not self.find_doubts(name, readings[name], samples)
             )
         }
-        cells, size = Cells.of(self.record, UNTOUCHED, -1), self._weigh_sizes(samples)[0][0]
-        habits = find_habits(self.record, size)
-        return choose(held, self.record.higher_is_better, cells.least, self._widest(self.record.score), habits)
+        least = Cells.of(self.record, UNTOUCHED, -1).least
+        return choose(held, self.record.higher_is_better, least, self._widest(self.record.score))
 
     def _is_overwhelming(
         self, value: float, untouched: tuple[float, float] | None, signals: Mapping[str, float]

@@ -188,6 +188,9 @@ BY_SCRIPTS = (
     "real-instruments-single",
     "refining",
     "time-to-mend",
+    "time-to-mend-curves",
+    "architectures",
+    "emnist-da-analyses",
     "unrehearsed",
 )
 """Files in `results/` that scripts in `benchmarks/` write, in a form of their own."""

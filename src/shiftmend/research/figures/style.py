@@ -50,7 +50,7 @@ METHODS: dict[str, tuple[str, Marker]] = {
     "neo": ("#8c00c8", (11, 1, 0)),
     "coral": ("#f000f0", (12, 1, 0)),
     "fr-shares": ("#440011", (13, 1, 0)),
-    "match-fr": ("#007d5a", (14, 1, 0)),
+    "match-fr": ("#140014", (14, 1, 0)),
 }
 """Colour and marker of each method. Variants of a method in a benchmark have a shade of its colour."""
 
