@@ -457,7 +457,7 @@ def test_a_run_of_two_processes_resumes_and_so_does_one_that_a_single_process_be
         np.testing.assert_allclose(found["one"], expected, rtol=1e-9, atol=1e-11)
         assert found["rows"] == [0, 1, 2, 3, 4]
         assert found["missing"].startswith("Expected the same checkpoint")
-        assert found["busy"].startswith("another run uses checkpoint")
+        assert "another run uses" in found["busy"]
     # both runs stood after an epoch that was saved: two, and one, of four
     assert [report["resumed"]["writes"] for report in reports] == [2 + 3, 0]
     assert reports[0]["resumed"]["changed"]

@@ -16,6 +16,7 @@ from PIL import Image
 
 from shiftmend.errors import DataError, ShiftmendError
 from shiftmend.methods import METHODS
+from shiftmend.research.bench.benchmark import AUTO
 from shiftmend.research.bench.suite import BENCHMARKS, find
 from shiftmend.research.figures import style
 
@@ -45,7 +46,7 @@ VARIANTS |= {"bufr-paper": "bufr", "fr-paper": "fr"}
 
 
 def test_every_method_has_a_colour_and_a_marker_of_its_own() -> None:
-    assert set(style.METHODS) == {*METHODS, *VARIANTS}
+    assert set(style.METHODS) == {*METHODS, *VARIANTS, AUTO}
     assert len({style.colour_of(method) for method in style.METHODS}) == len(style.METHODS)
     assert len({style.marker_of(method) for method in style.METHODS}) == len(style.METHODS)
 

@@ -51,6 +51,7 @@ METHODS: dict[str, tuple[str, Marker]] = {
     "coral": ("#f000f0", (12, 1, 0)),
     "fr-shares": ("#440011", (13, 1, 0)),
     "match-fr": ("#140014", (14, 1, 0)),
+    "auto": ("#a0148c", (15, 1, 0)),
 }
 """Colour and marker of each method. Variants of a method in a benchmark have a shade of its colour."""
 
