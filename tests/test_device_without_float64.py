@@ -124,7 +124,7 @@ def chosen() -> None:
     few = shiftmend.verify(network(), images(2), rehearsed(), labelled=(images(2), LABELS), device=AWAY)
     assert few.estimate is not None
     assert shiftmend.shares(network(), images(2), rehearsed(), device=AWAY).samples == 60
-    shiftmend.adapt(network().to(AWAY), images(2) / 2, source())
+    shiftmend.adapt(network().to(AWAY), images(2) / 2, source(), candidates=["match-moments", "adabn"])
 
 
 def shifted() -> None:
