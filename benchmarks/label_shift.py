@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 import shiftmend
 from bench_models import RowFile, labels_of, open_benchmark
-from estimates import split_halves
 from shiftmend import shifts
 from shiftmend.adaptation.result import environment
 from shiftmend.inputs.images import Split
@@ -45,6 +44,7 @@ from shiftmend.profiles.rehearsal import name_candidate, tell_truth
 from shiftmend.profiles.shares import reweight
 from shiftmend.rehearsal.label_shifts import AS_AT_HOME, KINDS, draw_places, draw_shares
 from shiftmend.research.datasets import digits
+from shiftmend.research.datasets.partitions import halves
 from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.files import write_atomically
 
@@ -187,7 +187,7 @@ def _open_benchmark(name: str, seed: int, options: Options) -> tuple[Any, ...]:
     model, _ = resources.model(source, seed)
     clean = resources.source(source).test
     assert isinstance(clean, Split)
-    home, away = split_halves(labels_of(clean))
+    home, away = halves(labels_of(clean))
     home = home[: WORLDS[name].home_samples]
 
     def load_pool(device: str) -> tuple[Tensor, Tensor]:
