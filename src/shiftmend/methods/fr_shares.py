@@ -1,14 +1,13 @@
 """FR-shares: Feature Restoration with free class shares at the target.
 
-Matching features to those of home assumes that classes are as frequent as there. Otherwise alignment moves samples into
-wrong classes. Here the target is matched to a mixture of the classes of home, whose shares are learnt beside the
-network. Little else is learnt, so that the network cannot make up for wrong shares: scale and offset of the
-normalisation layers alone.
+Aligning features with home assumes that classes are as frequent as at home. Otherwise, alignment moves samples into
+wrong classes. Here the target is aligned with a mixture of the classes of home, whose shares are trained together with
+the network. Only scale and offset of the normalisation layers are trained, so that the network cannot compensate for
+wrong shares.
 
-Where learning begins decides where it ends. Statistics of the target's batches are those of its classes as well: with
-nine in ten samples from two digits, they left 37 % of 95 %, and statistics of home left 96 %. Behind a strong change of
-contrast it is the other way round, and matched inputs are better than both. So each start is tried, and slices, which
-nothing is trained on, tell which one came closest to home.
+The result depends on the initial statistics. Those of the target's batches are biased if few classes are frequent, and
+those of home are far off behind a new device. So training starts from each of them, and from inputs with matched
+moments. The start whose slices end closest to home is kept, because no start is trained on the slices.
 """
 
 from __future__ import annotations
