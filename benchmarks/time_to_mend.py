@@ -517,9 +517,9 @@ def write_page(file: RowFile) -> str:
         "training images: without the rule three corruptions took 2,624 to 2,688 steps and lost 0.4 to 0.7 points "
         "from their best round to the kept one (`results/time-to-mend-curves.json`). Seconds of digits and of "
         "CIFAR-10-C were measured beside other processes and are upper bounds.",
-        "Two targets are missed. `fr` does not mend bricks from these source models (8.8 %, as AdaBN), and neither does "
-        "the published schedule (4.0 %); the mean of the other twelve shifts is 79.1 %. `bufr` on EMNIST-DA ends blocks "
-        "while the loss still falls slowly, which costs a tenth of a point at a sixth of the steps.",
+        "Two targets are missed. `fr` does not mend bricks from these source models (8.8 %, as AdaBN), and neither "
+        "does the published schedule (4.0 %); the mean of the other twelve shifts is 79.1 %. `bufr` on EMNIST-DA ends "
+        "blocks while the loss still falls slowly, which costs a tenth of a point at a sixth of the steps.",
         "`adapt` with a method and no other option trains until the loss no longer falls, and keeps a state without "
         "looking at labels. "
         "*Auto* is the state that it returns. *Best round* is the best state on the way of another such run, *its best "
