@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 
@@ -13,11 +14,12 @@ from zoo import ZOO
 
 import shiftmend
 from shiftmend.errors import DataError, ProfileError
+from shiftmend.profiles.rehearsal import Rehearsal, RehearsedShift
 from shiftmend.stats.divergences import divergence, sampling_floor
 from shiftmend.stats.histograms import Bins, soft_histogram
 from shiftmend.stats.slices import Projector
 from shiftmend.verification.signals import Tally, sample_positions
-from shiftmend.verification.verdict import FAILED, RESTORED, Verification, chance_of
+from shiftmend.verification.verdict import FAILED, RESTORED, Limits, Verification, chance_of, learn_limits
 
 
 @pytest.mark.parametrize(
@@ -472,3 +474,77 @@ def test_batches_with_more_positions_weigh_as_much_as_in_the_profile() -> None:
     assert online.verification.divergence < 1e-3
     with pytest.raises(DataError, match="of one sample"):
         online.step(long[0])
+
+
+def rehearsed(slices: list[float], scores: list[float], *, sizes: tuple[int, ...] = (1000,)) -> Rehearsal:
+    """Return a record of one candidate whose accuracy at home is 0.9, with marginals of twice the slices."""
+    count, home = len(slices), torch.zeros(len(sizes), 2)
+    cells = torch.tensor([[value, 2 * value] for value in slices])
+    by_size = torch.stack([cells * 1000 / size for size in sizes], 1)
+    empty = torch.zeros(count, len(sizes), 2)
+    return Rehearsal(
+        task="classes",
+        labelled=True,
+        samples=1000,
+        sizes=sizes,
+        score=0.9,
+        temperature=1.0,
+        thresholds=(0.5, -0.5),
+        candidates=("source-only",),
+        methods={"source-only": {}},
+        signals=("slices", "marginals"),
+        shifts=tuple(RehearsedShift(f"shift {place}", f"family {place}", 1.0) for place in range(count)),
+        scores=torch.tensor(scores)[:, None, None].expand(count, len(sizes), 1),
+        values=by_size[:, :, None],
+        home_mean=home,
+        home_deviation=home,
+        estimates=empty,
+        scales=empty,
+        chosen=empty[..., 0],
+    )
+
+
+def test_limits_are_those_between_good_and_poor_models_at_home() -> None:
+    record = rehearsed([0.01, 0.03, 0.05, 0.2, 0.4], [0.9, 0.88, 0.83, 0.5, 0.3])
+    limits = learn_limits(record, "source-only", 1000)
+    assert limits is not None
+    assert (limits.restored, limits.failed, limits.marginals) == pytest.approx((0.033, 0.2, 0.066))
+    for slices, verdict in ((0.03, "restored"), (0.05, "partly restored"), (0.21, "not restored")):
+        judged = Verification(slices, 0.001, 1000, marginals=0.05).judge_by(record, "source-only")
+        assert judged.verdict == verdict
+        assert Verification(slices, 0.001, 1000).verdict == "not restored"  # by the fixed thresholds
+
+
+def test_without_labels_at_the_site_a_poor_model_close_to_home_lowers_the_limit() -> None:
+    between = rehearsed([0.01, 0.02, 0.04, 0.3], [0.9, 0.4, 0.88, 0.2])
+    limits = learn_limits(between, "source-only", 1000)
+    assert limits is not None
+    assert (limits.restored, limits.failed) == pytest.approx((0.011, 0.044))
+    closest = learn_limits(rehearsed([0.01, 0.02], [0.4, 0.9]), "source-only", 1000)
+    assert closest is not None
+    assert closest.restored == 0
+    judged = Verification(0.005, 0.001, 1000, learnt=closest)
+    assert judged.verdict == "partly restored"
+    assert "as much" in str(judged)
+
+
+def test_limits_hold_for_methods_and_sizes_that_were_rehearsed() -> None:
+    record = rehearsed([0.01, 0.3], [0.9, 0.4], sizes=(100, 10_000))
+    between, small, large = (learn_limits(record, "source-only", samples) for samples in (1000, 100, 10_000))
+    assert between is not None
+    assert small is not None
+    assert large is not None
+    assert between.restored == pytest.approx((small.restored + large.restored) / 2)
+    assert learn_limits(record, "bufr", 1000) is None
+    assert learn_limits(record, None, 1000) is None
+    assert learn_limits(record, "source-only", 40) is None
+    assert learn_limits(record, "source-only", 10**6) is None
+    assert learn_limits(rehearsed([0.1, 0.3], [0.6, 0.4]), "source-only", 1000) is None  # none was good
+
+
+def test_marginals_of_good_models_at_home_are_the_limit_of_marginals() -> None:
+    judged = Verification(0.01, 0.001, 1000, marginals=0.05, learnt=Limits(0.02, 0.1, 0.06))
+    assert judged.verdict == "restored"
+    assert dataclasses.replace(judged, marginals=0.07).verdict == "partly restored"
+    assert dataclasses.replace(judged, divergence=float("nan")).verdict == "not restored"
+    assert judged.to_json()["limits"] == {"restored": 0.02, "failed": 0.1, "marginals": 0.06}

@@ -259,7 +259,8 @@ def _finish_at_home(untouched: Trial, estimator: Estimator) -> Adaptation:
     estimate = estimator.estimate_at_home(reading.samples)
     tried = (Candidate(UNTOUCHED, estimate, untouched.signals, untouched.seconds),)
     result.changed = "neither"
-    return _complete(result, Estimates(estimate, estimate), tried, "the data are as at home, so nothing was changed")
+    reason = "the data are as at home, so nothing was changed"
+    return _complete(result, Estimates(estimate, estimate), tried, reason, estimator.record)
 
 
 def compare_with_free_shares(task: Task, untouched: Trial) -> Reading | None:
@@ -296,7 +297,8 @@ def _finish_with_other_shares(untouched: Trial, estimator: Estimator) -> Adaptat
     result.changed = "patients" if result.shares.reliable else None
     estimate = estimator.estimate_with_shares(result.shares)
     tried = (Candidate(UNTOUCHED, estimate, untouched.signals, untouched.seconds),)
-    return _complete(result, Estimates(estimate, estimate), tried, f"{OTHER_SHARES}, so nothing was changed")
+    reason = f"{OTHER_SHARES}, so nothing was changed"
+    return _complete(result, Estimates(estimate, estimate), tried, reason, estimator.record)
 
 
 def _finish_rehearsed(
@@ -355,7 +357,7 @@ def _finish_rehearsed(
     if record.task == "classes" and record.confusion.numel() and name != UNTOUCHED:
         result.shares = estimate_shares(chosen.reading.outputs, record)
     result.changed = tell_change(result.shares, record)
-    _complete(result, Estimates(before, after), tuple(tried), reason)
+    _complete(result, Estimates(before, after), tuple(tried), reason, record)
     if calibrate and name != UNTOUCHED:
         calibrate_result(result, chosen.reading, task, output)
     return result
@@ -416,8 +418,15 @@ def _choose_by_features(trials: Sequence[Trial], profile: Profile) -> tuple[Tria
     return chosen, "it brought the features closest to home; whether answers are better is not known"
 
 
-def _complete(result: Adaptation, estimates: Estimates, tried: tuple[Candidate, ...], reason: str) -> Adaptation:
+def _complete(
+    result: Adaptation,
+    estimates: Estimates,
+    tried: tuple[Candidate, ...],
+    reason: str,
+    record: Rehearsal | None = None,
+) -> Adaptation:
     """Store the estimates and the tried candidates in the result and its manifest."""
+    judge_by_rehearsal(result, record)
     result.estimate, result.candidates, result.reason = estimates, tried, reason
     result.manifest["chosen"] = {"by": "auto", "reason": reason}
     result.manifest["candidates"] = [one.to_json() for one in tried]
@@ -428,6 +437,20 @@ def _complete(result: Adaptation, estimates: Estimates, tried: tuple[Candidate, 
         result.manifest["shares"] = result.shares.to_json()
     mark(result)
     return result
+
+
+def judge_by_rehearsal(result: Adaptation, record: Rehearsal | None) -> None:
+    """Judge the features of a result by what the rehearsal taught about its method, if it did."""
+    if record is None:
+        return
+    method = result.manifest["method"]
+    name = None if record.find_differences(method) else method["name"]
+    result.before, result.after = (
+        None if found is None else found.judge_by(record, candidate)
+        for found, candidate in ((result.before, UNTOUCHED), (result.after, name))
+    )
+    judged = {"before": result.before, "after": result.after}
+    result.manifest["verification"] = {when: found.to_json() for when, found in judged.items() if found is not None}
 
 
 def mark(result: Adaptation, temperature: float = 1.0) -> None:
@@ -473,6 +496,7 @@ def estimate_one(
         reading, reasons = readings[method.name], record.find_differences(describe_method(method))
         apart = reading.measure_distance(record)
         after = estimator.estimate(method.name, joined[method.name], reading.samples, reasons=reasons, distance=apart)
+    judge_by_rehearsal(result, record)
     result.estimate = Estimates(before, after)
     result.manifest["estimate"] = result.estimate.to_json()
     if calibrate and method.name != UNTOUCHED:

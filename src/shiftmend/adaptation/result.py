@@ -181,8 +181,8 @@ class Adaptation:
         if tried:
             own, every = self.manifest["method"]["learning_rate"], ", ".join(f"{rate:g}" for rate in tried)
             lines[0] += f"; learning rate {own:g}, chosen without labels of {every}"
-        lines += [f"  before  {self.before}"] if self.before else []
-        lines += [f"  after   {self.after}"] if self.after else []
+        lines += [f"  features before  {self.before}"] if self.before else []
+        lines += [f"  features after   {self.after}"] if self.after else []
         lines += [f"  this may have done harm: {'; '.join(self.harm)}"] if self.harm else []
         return "\n".join(headline + lines)
 

@@ -342,6 +342,10 @@ def gather(
         estimates = find_estimates(model, feed, profile, result, same_data)
 
     before, after = observers["before"], observers.get("after")
+    # What was rehearsed holds for the model that was profiled, and for methods as they were rehearsed.
+    record = profile.rehearsal if fingerprints.weights(model) == profile.weights else None
+    known = record is not None and mending is not None and not record.find_differences(mending.manifest["method"])
+    candidate = mending.method if mending is not None and known and not mending.manifest.get("free_shares") else None
     predictions = _compare_predictions(before, after)
     adapted = mending is not None and mending.same_data is not False and mending.kept > 0
     # Positions of one feature map are not independent, so chance depends on the number of inputs.
@@ -350,8 +354,10 @@ def gather(
         title=title or f"{type(model).__name__} at a new site",
         samples=feed.samples,
         shape=summary.sizes,
-        before=before.tally.verification(),
-        after=None if after is None else replace(after.tally.verification(), adapted=adapted),
+        before=before.tally.verification().judge_by(record, UNTOUCHED),
+        after=None
+        if after is None
+        else replace(after.tally.verification(), adapted=adapted).judge_by(record, candidate),
         slices=profile.slices["verification"].histogram.units,
         samples_needed=samples_needed(profile.bins, profile.effective_samples, profile.taps["features"].usable_count),
         cautions=tuple(_list_cautions(model, profile, summary, result, predictions)),

@@ -31,6 +31,10 @@ def _state_shift(facts: Facts) -> Statement:
     found = facts.before
     away = f"The features on these {found.samples:,} samples lie {format_number(found.divergence)} from home"
     chance = f"chance alone would give {format_number(found.floor)}"
+    if found.learnt is not None:
+        headlines = {"restored": "As at home", "partly restored": "Slightly shifted"}
+        sentence = f"{away}, where {chance}. {_explain_learnt(found)}"
+        return Statement(headlines.get(found.verdict, "Shifted"), sentence)
     match found.verdict:
         case "restored":
             return Statement("As at home", f"{away}, where {chance}: no shift of the device can be seen.")
@@ -66,7 +70,22 @@ def _state_mending(facts: Facts, after: Verification) -> Statement:
     sentence = f"{start}; {change}."
     if but := _explain_straying(after):
         sentence += f" {but[0].upper()}{but[1:]}"
+    if after.learnt is not None:
+        sentence += f" {_explain_learnt(after)}"
     return Statement(after.verdict.capitalize(), sentence)
+
+
+def _explain_learnt(found: Verification) -> str:
+    """Explain the limits that the rehearsal taught."""
+    assert found.learnt is not None
+    good, failed = (format_number(one) for one in (found.learnt.restored, found.learnt.failed))
+    if found.verdict == "not restored":
+        return f"In the rehearsal, models farther than {failed} from home were poor."
+    if found.learnt.restored == 0:
+        return "In the rehearsal, good and poor models were as far from home as this."
+    if found.verdict == "restored":
+        return f"In the rehearsal, models up to {good} from home were as good as at home, or nearly."
+    return f"In the rehearsal, models up to {good} from home were good, and models beyond it good or poor."
 
 
 def _explain_straying(found: Verification) -> str:

@@ -523,6 +523,24 @@ def choose(
 # ---- estimates at the site
 
 
+def fits_sizes(sizes: Sequence[int], samples: int) -> bool:
+    """Return whether a number of samples is near enough to the rehearsed sizes."""
+    return MIN_SIZE_RATIO * sizes[0] <= samples <= MAX_SIZE_RATIO * sizes[-1]
+
+
+def weigh_sizes(sizes: Sequence[int], samples: int) -> list[tuple[int, float]]:
+    """Return the indices of the rehearsed sizes nearest to a number of samples, with their weights.
+
+    Example:
+        >>> weigh_sizes((100, 10_000), 1_000)
+        [(0, 0.5), (1, 0.5)]
+    """
+    place = float(np.interp(math.log(max(1, samples)), np.log(sizes), np.arange(len(sizes))))
+    lower, share = int(place), place - int(place)
+    both = [(lower, 1 - share), (min(lower + 1, len(sizes) - 1), share)]
+    return [(size, weight) for size, weight in both if weight > 0]
+
+
 class Estimator:
     """Estimates for one rehearsed model, with maps that are fitted once per candidate.
 
@@ -557,7 +575,7 @@ class Estimator:
         """Predict the score of a candidate; None if too little was rehearsed, or no known signal was measured."""
         finite = {name: value for name, value in signals.items() if math.isfinite(value)}
         parts = []
-        for size, weight in self._weigh_sizes(samples):
+        for size, weight in weigh_sizes(self.record.sizes, samples):
             fit, width = self._fit(candidate, size, finite), self._fit_width(candidate, size, finite)
             if fit is None or width is None:
                 return None
@@ -566,14 +584,6 @@ class Estimator:
             sum(weight * getattr(told, name) for weight, told in parts) for name in ("value", "difficulty", "spread")
         )
         return Prediction(value, difficulty, spread, parts[-1][1].used)
-
-    def _weigh_sizes(self, samples: int) -> list[tuple[int, float]]:
-        """Return the indices of the rehearsed sizes nearest to a number of samples, with their weights."""
-        logarithms = np.log(self.record.sizes)
-        place = float(np.interp(math.log(max(1, samples)), logarithms, np.arange(len(logarithms))))
-        lower, share = int(place), place - int(place)
-        both = [(lower, 1 - share), (min(lower + 1, len(logarithms) - 1), share)]
-        return [(size, weight) for size, weight in both if weight > 0]
 
     def _fit(self, candidate: str, size: int, signals: Mapping[str, Any]) -> Fitted | None:
         if candidate not in self.record.candidates:
@@ -628,7 +638,7 @@ class Estimator:
         return NORMAL_QUANTILE * deviation
 
     def _list_fits(self, candidate: str, signals: Mapping[str, float], samples: int) -> list[Fitted]:
-        fits = [self._fit(candidate, size, signals) for size, _ in self._weigh_sizes(samples)]
+        fits = [self._fit(candidate, size, signals) for size, _ in weigh_sizes(self.record.sizes, samples)]
         return [fit for fit in fits if fit is not None]
 
     def _check_size(self, samples: int) -> list[str]:
@@ -700,7 +710,7 @@ class Estimator:
             The half-width without sampling noise, and whether there are the nine families that a level of 90 % needs.
         """
         total, is_claimed = 0.0, True
-        for size, weight in self._weigh_sizes(samples):
+        for size, weight in weigh_sizes(self.record.sizes, samples):
             found = [self._fit_width(candidate, size, signals)]
             if chosen:
                 found.append(self._fit_width_of_auto(size))

@@ -7,22 +7,33 @@ restored only if both are close to home. The thresholds are empirical; docs/meth
 
 A finite sample determines a divergence within bounds only. The verdict is the one that holds for all values between the
 bounds. If there is none, the sample is too small and the verdict is undecided.
+
+The same divergence goes with 24 % and with 100 % accuracy in different models, and AdaBN may be as good as BUFR with
+ten times its divergence. So a rehearsed profile brings limits of its own for each method (`learn_limits`), which
+replace the thresholds.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from shiftmend.profiles.profile import Profile
+from shiftmend.profiles.rehearsal import Rehearsal
 from shiftmend.stats.divergences import sampling_floor
-from shiftmend.verification.estimate import Estimate
+from shiftmend.verification.estimate import Cells, Estimate, fits_sizes, weigh_sizes
 
 RESTORED = 0.005
 """Divergence of the slices, beyond sampling noise, below which features count as restored."""
 FAILED = 0.01
 """Divergence of the slices, beyond sampling noise, above which features count as not restored."""
+
+GOOD, POOR = 0.05, 0.1
+"""Loss of accuracy up to which a rehearsed model counts as good, and above which as poor. For the error of a regression
+they are fractions of the error at home."""
+LIMIT_MARGIN = 0.1
+"""Share by which a divergence may exceed the largest of good rehearsed models."""
 
 _CHANCE = {1: (0.2, 2.25), 2: (0.3, 1.9)}
 Verdict = Literal["restored", "partly restored", "not restored", "undecided"]
@@ -42,6 +53,57 @@ def chance_of(units: int | None) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Limits of the verdict that a rehearsal taught, for one method and number of samples.
+
+    Attributes:
+        restored: Divergence of the slices up to which features count as restored; 0 if good and poor models had the
+            same divergences.
+        failed: Divergence of the slices above which features count as not restored.
+        marginals: Largest divergence of single features and logits of good models.
+    """
+
+    restored: float
+    failed: float
+    marginals: float
+
+
+def learn_limits(record: Rehearsal, candidate: str | None, samples: int) -> Limits | None:
+    """Learn from a rehearsal which divergences good and poor models of a method had.
+
+    Features count as restored up to the largest divergence of good models that is below those of all poor ones, and
+    as not restored above all divergences of models that were not poor.
+
+    Args:
+        record: The rehearsal in the profile.
+        candidate: Name of the method; `source-only` for the untouched model.
+        samples: Number of samples at the site. Between two rehearsed sizes, limits are interpolated.
+
+    Returns:
+        The limits; None if the method or such a number of samples was not rehearsed, or no model was good.
+    """
+    if candidate not in record.candidates or not fits_sizes(record.sizes, samples):
+        return None
+    found = []
+    for size, weight in weigh_sizes(record.sizes, samples):
+        cells = Cells.of(record, candidate, size)
+        if not {"slices", "marginals"} <= set(cells.names):
+            return None
+        slices, marginals = (cells.signals[:, cells.names.index(name)] for name in ("slices", "marginals"))
+        loss = cells.home - cells.scores if record.higher_is_better else (cells.scores - cells.home) / cells.home
+        good, poor = loss <= GOOD, loss > POOR
+        if not good.any():
+            return None
+        least_poor = float(slices[poor].min()) if poor.any() else math.inf
+        below = good & (slices < least_poor)
+        restored = min(float((1 + LIMIT_MARGIN) * slices[below].max()), least_poor) if below.any() else 0.0
+        failed = max([float((1 + LIMIT_MARGIN) * slices[~poor].max()), *([least_poor] if poor.any() else [])])
+        most = float((1 + LIMIT_MARGIN) * marginals[below if below.any() else good].max())
+        found.append((weight, (restored, failed, most)))
+    return Limits(*(sum(weight * one[place] for weight, one in found) for place in range(3)))
+
+
+@dataclass(frozen=True)
 class Verification:
     """Divergences of a model's features from home, and the verdict about them.
 
@@ -54,6 +116,7 @@ class Verification:
         marginals: Mean divergence of the single features plus that of the single logits; None if unknown.
         units: Number of features that vary at the source, if known; with one or two, sampling noise varies more.
         estimate: Estimated score of the model, from `verify` with a rehearsed profile.
+        learnt: Limits of the verdict for the model's method, from a rehearsed profile; None for the fixed thresholds.
 
     Example:
         >>> from shiftmend import Verification
@@ -69,11 +132,18 @@ class Verification:
     marginals: float | None = None
     units: int | None = None
     estimate: Estimate | None = None
+    learnt: Limits | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return divergences, verdict and estimate (if any) as JSON."""
-        facts = {name: value for name, value in vars(self).items() if name != "estimate"} | {"verdict": self.verdict}
+        """Return divergences and verdict as JSON, with estimate and learnt limits if there are any."""
+        facts = {name: value for name, value in vars(self).items() if name not in ("estimate", "learnt")}
+        facts["verdict"] = self.verdict
+        facts |= {} if self.learnt is None else {"limits": asdict(self.learnt)}
         return facts | ({} if self.estimate is None else {"estimate": self.estimate.to_json()})
+
+    def judge_by(self, record: Rehearsal | None, candidate: str | None) -> Verification:
+        """Return the verification with the limits that a rehearsal taught for a method; see `learn_limits`."""
+        return replace(self, learnt=None if record is None else learn_limits(record, candidate, self.samples))
 
     @property
     def excess(self) -> float:
@@ -101,6 +171,8 @@ class Verification:
 
         If the sample is so small that its floor exceeds the upper threshold, it never counts as restored.
         """
+        if self.learnt is not None:
+            return self.learnt.restored, self.learnt.failed
         least, most = self._chance
         return RESTORED + least if self.floor <= FAILED else 0.0, FAILED + most
 
@@ -119,6 +191,8 @@ class Verification:
             return "not restored"
         if self.divergence < restored:
             return "partly restored" if self.strayed else "restored"
+        if self.learnt is not None:
+            return "partly restored"
         return "partly restored" if low >= RESTORED or (low > 0 and high < FAILED) else "undecided"
 
     @property
@@ -130,7 +204,8 @@ class Verification:
     def strayed(self) -> bool:
         """True if the slices are close to home but the marginals certainly are not."""
         _, most = self._chance
-        away = self.marginals is not None and not self.marginals < 2 * (RESTORED + most)
+        limit = 2 * (RESTORED + most) if self.learnt is None else self.learnt.marginals
+        away = self.marginals is not None and not self.marginals < limit
         return away and self.divergence < self.limits[0]
 
     def __str__(self) -> str:
@@ -139,8 +214,11 @@ class Verification:
         few = f", too few samples ({self._sizes}) to tell" if self.verdict == "undecided" else ""
         but = f", but marginals {self.marginals:.4f}" if self.strayed else ""
         but = ", but outputs are NaN" if self._no_numbers else but
-        about = "at most" if self.adapted else "about"
-        return f"{self.verdict} (slices {self.divergence:.4f}, by chance {about} {self.floor:.4f}{few}{but})"
+        chance = f"by chance {'at most' if self.adapted else 'about'} {self.floor:.4f}"
+        if self.learnt is not None:
+            chance = f"in good rehearsals up to {self.learnt.restored:.4f}"
+            chance = chance if self.learnt.restored > 0 else "in rehearsals, good and poor models had as much"
+        return f"{self.verdict} (slices {self.divergence:.4f}, {chance}{few}{but})"
 
     @property
     def _sizes(self) -> str:

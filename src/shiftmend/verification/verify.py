@@ -107,7 +107,7 @@ def verify(
         if not isinstance(scores, Scores):
             raise DataError("Expected labelled samples with class numbers, got quantities. Try shiftmend.evaluate.")
         estimate = estimate.with_labels(round(scores.accuracy * scores.samples), scores.samples)
-    return replace(reading.verification, estimate=estimate)
+    return replace(reading.verification.judge_by(profile.rehearsal, how.method), estimate=estimate)
 
 
 class Adapted(NamedTuple):
