@@ -277,13 +277,16 @@ def compare_with_free_shares(task: Task, untouched: Trial) -> Reading | None:
 
 
 def is_mended(signals: Mapping[str, float], free: Mapping[str, float]) -> bool:
-    """Return whether a candidate with free class shares came much closer to home than the untouched model, also free.
+    """Return whether a candidate's features came much closer to home than those of the untouched model.
 
-    Where nothing but the shares changed, there is nothing left to mend.
+    Each model is compared with the home data reweighted to the class shares that this model predicts at the target.
+    The divergence of the slices must fall below `MUCH_CLOSER` times that of the untouched model. If only the class
+    shares changed, the untouched model is already close to the reweighted home data. A candidate can then hardly come
+    much closer, so the result is False.
 
     Args:
         signals: Signals of the candidate.
-        free: Signals of the untouched model, compared with home for the class shares that it finds.
+        free: Signals of the untouched model, compared with home for the class shares that it predicts.
     """
     return signals["slices"] < MUCH_CLOSER * free["slices"]
 

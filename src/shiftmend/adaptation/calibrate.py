@@ -119,7 +119,11 @@ def fold_temperature(
 
 
 def _find_obstacle(model: nn.Module, tap: Tap) -> str | None:
-    """Return the reason why the parameters of a head cannot be divided, judged by the head alone; None if they can."""
+    """Return the reason why a temperature cannot be folded into weight and bias of a head; None if none is found.
+
+    The check covers the parameters of the head and other uses of their memory. The model is not run, so layers behind
+    the head remain undetected.
+    """
     if tap.side == "input":
         return f"the logits are what {tap.module!r} reads, not what it returns"
     module = module_of(model, tap)

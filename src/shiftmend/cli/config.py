@@ -143,7 +143,15 @@ def _find_name(key: str, known: set[str], path: Path) -> str:
 
 
 def _as_text(value: Any, parameter: Any) -> Any:
-    """Convert a TOML value to its text on the command line, so that the command line's checks apply."""
+    """Convert a TOML value to text as on the command line, so that the command line checks the value.
+
+    Args:
+        value: The value in the TOML file. A table becomes pairs `name=value`.
+        parameter: The option that takes the value; None for a part of a list or table.
+
+    Returns:
+        Text; a list of texts for an option that may be repeated; the bool itself for a flag.
+    """
     if isinstance(value, dict):
         # Options such as `option` and `tap` are pairs of name and value.
         value = [f"{name}={_as_text(part, None)}" for name, part in value.items()]

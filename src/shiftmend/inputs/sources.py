@@ -48,9 +48,19 @@ def find_table(source: Any, columns: Sequence[str], what: str) -> tuple[Any, tup
 
 
 def open_source(source: Any, batch_size: int | None, what: str) -> tuple[Any, int | None]:
-    """Convert a user's data to `(inputs, labels or None)` or an iterable of batches; also return its batch size.
+    """Convert a user's data to tensors or to an iterable of batches.
 
-    Error messages call the data `what`, e.g. "target data".
+    Args:
+        source: A tensor, an array, a tuple (inputs, labels), a dict, a `Dataset`, a `DataLoader` or batches.
+        batch_size: Batch size for a `Dataset`; None for the default. A `DataLoader` must not contradict a number.
+        what: Name of the data in error messages, e.g. "target data".
+
+    Returns:
+        A pair of the data and a batch size. The data are a pair `(inputs, labels or None)` or an iterable of batches.
+        The batch size is that of a given `DataLoader`; None for other data and for a custom batch sampler.
+
+    Raises:
+        DataError: If the data have another form, or a `DataLoader` has another batch size than requested.
     """
     if isinstance(source, Mapping):
         source = _split_by_name(source, what)

@@ -93,7 +93,13 @@ def has_input_map(model: nn.Module) -> bool:
 
 
 def set_input_map(model: nn.Module, scale: Tensor, offset: Tensor) -> None:
-    """Overwrite the map of a model in place, with the same shapes, so that captured graphs use the new values."""
+    """Overwrite scale and offset of a model's input map in place, so that captured CUDA graphs use the new values.
+
+    Args:
+        model: A model with a map `inputs * scale + offset`, attached by `attach_input_map`.
+        scale: The new factor, with as many elements as the present factor.
+        offset: The new offset, with as many elements as the present offset.
+    """
     _write(model, {SCALE: scale, OFFSET: offset})
 
 

@@ -100,7 +100,12 @@ class FRShares(Method):
                 MatchMoments().begin(model, sample, profile)
 
     def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Inputs], profile: Profile | None) -> None:
-        """Train the normalisation layers and the class shares together from each start, and keep the closest."""
+        """Train normalisation layers and class shares from several initial states; keep the result closest to home.
+
+        Training starts from the statistics of home, from those of the target's batches, and behind inputs with matched
+        moments. The kept result has the smallest divergence of slices from home, because no training minimises the
+        divergence of slices. Class shares are not trained if `shares` is given. The model is changed in place.
+        """
         assert profile is not None
         inputs = _collect(batches)
         before, found = snapshot(model), list[tuple[float, dict[str, Tensor]]]()

@@ -51,9 +51,10 @@ def find_tracking(model: nn.Module) -> list[_BatchNorm]:
 
 @contextmanager
 def average_from_scratch(model: nn.Module) -> Iterator[None]:
-    """Reset all running statistics; inside the block, average the statistics of all batches with equal weights.
+    """Reset BatchNorm's running statistics, and average them over all batches of the `with` block with equal weights.
 
-    Batch variances are averaged, so the variance between batch means is not included.
+    Afterwards, the layers keep the new statistics and get back their momentum. The running variance is the mean of the
+    batch variances, without the variance between batch means.
     """
     tracking = find_tracking(model)
     before = [norm.momentum for norm in tracking]

@@ -501,7 +501,22 @@ def _count_magnitudes(plan: Plan, inputs: _Inputs) -> dict[str, Tensor]:
 
 
 def _find_known_ranges(plan: Plan, privacy: Privacy, units: Mapping[str, int]) -> dict[str, Ends]:
-    """Return the ranges that cost nothing: those of another private profile, and those given."""
+    """Return the ranges of taps and inputs that are known without the data, and so use no privacy budget.
+
+    Known ranges are those of another private profile (`plan.like`), and for other names those in `privacy.ranges`.
+
+    Args:
+        plan: The histograms that the profile counts.
+        privacy: The budget, with the ranges that the user knows.
+        units: Number of units of each tap and input, by name.
+
+    Returns:
+        Lowest and highest values `[D]`, by name.
+
+    Raises:
+        ProfileError: If a given range has an unknown name, another number of units, or bounds that are not finite and
+            ascending.
+    """
     unknown = [name for name in privacy.ranges if name not in units]
     if unknown:
         raise ProfileError(f"Expected ranges of {', '.join(units)}, got one of {unknown[0]!r}. Try one of these names.")

@@ -43,14 +43,17 @@ def bin_weights(histograms: Tensor, home: Tensor, shares: Tensor) -> Tensor:
 
 
 def reweight(profile: Profile, shares: Tensor) -> Profile:
-    """Return a profile as it would be with other class shares; histograms of features, logits and slices change.
+    """Return the profile that home would have with other class shares.
+
+    The histograms of features, logits and slices are reweighted; other statistics stay as they are.
 
     Args:
         profile: A profile that was rehearsed with labels.
         shares: Share of each class, `[classes]`, not negative; normalised to add up to 1.
 
     Returns:
-        A new profile. It keeps its rehearsal, which the caller must drop if its estimates are no longer valid.
+        A new profile. Its rehearsal is unchanged and describes the former shares. To rule out estimates from this
+        rehearsal, the caller sets `rehearsal` to None with `dataclasses.replace`.
 
     Raises:
         ProfileError: If the profile has no histograms of its classes, or the number of shares is wrong.

@@ -43,7 +43,19 @@ def find_missing(record: Rehearsal, methods: Mapping[str, Method]) -> dict[str, 
 
 
 def plan_again(record: Rehearsal, inputs: Inputs, battery: Any) -> list[PlannedShift]:
-    """Return the shifts of the stored rehearsal at their strengths."""
+    """Rebuild the shifts of a stored rehearsal with their stored strengths, to rehearse further methods on them.
+
+    Args:
+        record: The stored rehearsal.
+        inputs: Home inputs, to whose range the simulated devices are scaled.
+        battery: The user's simulated devices, as passed to `rehearse`; None for the built-in devices.
+
+    Returns:
+        The shifts in the stored order, without the unshifted data.
+
+    Raises:
+        DataError: If the stored rehearsal used other devices.
+    """
     if battery is None:
         devices = {(one.name, one.family): one for one in list_devices(inputs)}
         known = [shift for shift in record.shifts[1:] if (shift.name, shift.family) in devices]

@@ -90,9 +90,18 @@ def gaussian_blur(
 
 
 def correlate(values: Tensor, kernel: Tensor, mode: str) -> Tensor:
-    """Weigh the neighbourhood of every pixel of float `[..., H, W]` with a small odd-sized `kernel` (not flipped).
+    """Compute the cross-correlation of images with a small kernel of odd size, without flipping the kernel.
 
-    Shifted copies are added one by one: exact in every type on every device, where a convolution may be neither.
+    Weighted copies of the image are added one by one, in the image's dtype. Unlike this sum, a convolution may round
+    to a lower precision, or may lack the dtype on some devices.
+
+    Args:
+        values: Floating-point images `[..., H, W]`.
+        kernel: Weights `[rows, columns]`, both odd.
+        mode: Rule for positions outside of the image: "nearest", "reflect" or "mirror".
+
+    Returns:
+        Weighted sums of the neighbourhood of every pixel, `[..., H, W]`.
     """
     height, width = values.shape[-2:]
     rows, columns = kernel.shape

@@ -34,9 +34,20 @@ def contact_sheet(
     seed: int = 0,
     textures: Folder = None,
 ) -> None:
-    """Write the first `columns` of the images under each named shift to a PNG or JPEG file, `scale` times enlarged.
+    """Draw images under several shifts, one row per shift, and write the picture to a PNG or JPEG file.
 
-    Begin `names` with an identity shift to have the originals on top. Shifts without severities ignore `severity`.
+    Args:
+        images: uint8 images `[N, 1 or 3, H, W]`, of which the first `columns` are drawn.
+        names: Names of the shifts, from top to bottom. An identity shift as the first one puts the originals on top.
+        path: The file, whose name ends in .png, .jpg or .jpeg.
+        columns: Number of images in a row.
+        scale: Whole number by which the images are enlarged.
+        severity: Severity of the shifts that have several; by default that of the published set.
+        seed: Seed of the random draws.
+        textures: Folder of pictures for shifts that need some; see `shiftmend.shifts.textures`.
+
+    Raises:
+        DataError: If an argument is out of range, or a shift cannot be applied to the images.
     """
     target = Path(path)
     if target.suffix.lower() not in FORMATS:

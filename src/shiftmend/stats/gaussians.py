@@ -197,12 +197,16 @@ def shrink(covariance: Tensor, shrinkage: float) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """A full Gaussian prepared for comparisons with batches: KL(N_batch || N_source) in closed form.
+    """Source Gaussian with full covariance, prepared for the closed form of KL(N_batch || N_source).
 
-    With means m, covariances C, the source's precision P = C_s^-1 and D units, the divergence is 1/2 (tr(P C_b) + (m_s
-    - m_b)' P (m_s - m_b) - D + ln det C_s - ln det C_b). Without shrinkage, a batch needs more samples than there are
-    units; otherwise its determinant is zero. Shrinkage applies to both sides, so that the divergence of the source from
-    itself is zero. The arithmetic is float64 if the device supports it.
+    A call takes values `[N, D]` of a batch and returns the divergence, a scalar. With means m, covariances C and the
+    source's precision P = C_s^-1, the divergence is 1/2 (tr(P C_b) + (m_s - m_b)' P (m_s - m_b) - D + ln det C_s - ln
+    det C_b).
+
+    Shrinkage multiplies the covariances between different units by 1 - `shrinkage`, in the source and in each batch.
+    So the divergence of the source from itself stays zero. Without shrinkage, a batch needs more than D samples;
+    otherwise the determinant of the batch's covariance is zero. The computation is in float64 if the device supports
+    float64.
     """
 
     mean: Tensor

@@ -291,10 +291,17 @@ Buffers = tuple[Tensor, Tensor]
 
 
 def _allocate_buffers(values: Tensor, bins: Bins) -> Buffers:
-    """Allocate memory that is reused for all parts of the values.
+    """Allocate the buffers for the shares and steps of a chunk of values, to be reused for all chunks.
 
-    An allocator may return large blocks to the system, which zeroes their pages again; allocating for each part took up
-    to half of the time (`docs/speed.md`).
+    Allocating for each chunk can take as long as the computation. The allocator may return large blocks to the
+    operating system, which fills their pages with zeros at the next allocation.
+
+    Args:
+        values: The first chunk `[N, D]`. No other chunk is larger.
+        bins: The B bins.
+
+    Returns:
+        Uninitialised memory for shares and for steps, `[B, N, D]` each.
     """
     shares = values.new_empty(bins.total, *values.shape)
     return shares, torch.empty_like(shares)
@@ -522,7 +529,14 @@ class CountTracker:
         return reduced
 
     def divergence(self, home: Histogram) -> Tensor:
-        """Compute the mean divergence to a histogram with the same ranges, on the device of the counts."""
+        """Compute the divergence (PSI) between the tracked counts and a histogram, averaged over its usable units.
+
+        Args:
+            home: A histogram with the tracker's ranges and bins, on the tracker's device.
+
+        Returns:
+            The mean divergence, a scalar.
+        """
         return home.mean_divergence((self.counts / self.samples).to(home.counts.dtype))
 
     def histogram(self) -> Histogram:

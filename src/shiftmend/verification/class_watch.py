@@ -98,7 +98,17 @@ class ClassWatch:
         return sum(one.inputs for one in self._seen)
 
     def judge(self, batch: Glimpse) -> Doubt | None:
-        """Return the reason why the next batch should not be used for an update; None if it may be used."""
+        """Return the reason not to update the model on the next batch of a stream; None if the update may run.
+
+        The class shares predicted by the untouched model are compared with those at home and in earlier batches. The
+        memory does not change; `add` adds a batch to the memory.
+
+        Args:
+            batch: Predictions of the untouched model for the next batch.
+
+        Returns:
+            The reason as a `Doubt`, or None.
+        """
         latest, earlier = self._split(batch)
         recent = Glimpse.join(latest)
         window = Glimpse.join([*list(self._seen)[1 - self._window :], batch]) if self._window > 1 else recent

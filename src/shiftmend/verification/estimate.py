@@ -532,7 +532,7 @@ def weigh_sizes(sizes: Sequence[int], samples: int) -> list[tuple[int, float]]:
     """Return the indices of the rehearsed sizes nearest to a number of samples, with their weights.
 
     Example:
-        >>> weigh_sizes((100, 10_000), 1_000)
+        >>> [(size, round(weight, 3)) for size, weight in weigh_sizes((100, 10_000), 1_000)]
         [(0, 0.5), (1, 0.5)]
     """
     place = float(np.interp(math.log(max(1, samples)), np.log(sizes), np.arange(len(sizes))))

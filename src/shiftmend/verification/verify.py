@@ -111,7 +111,13 @@ def verify(
 
 
 class Adapted(NamedTuple):
-    """Method of an adaptation, temperature in the model's head, and whether class shares were estimated."""
+    """Record of how a model was adapted.
+
+    Attributes:
+        method: Name of the method; None if the method is unknown.
+        temperature: Temperature by which calibration divided weight and bias of the head; 1 without calibration.
+        free_shares: Whether the method estimated the class shares of the target.
+    """
 
     method: str | None
     temperature: float = 1.0

@@ -263,7 +263,24 @@ def take_site(target: Target, test: Images) -> Target:
 
 
 def divide_target(target: Target, protocol: Offline, takes_labels: bool, seed: int) -> Target:
-    """Split the target into a part to adapt to and a part to score on, according to the protocol."""
+    """Select the target images to adapt to and the images to score on, as the protocol prescribes.
+
+    A method that uses target labels is trained on the first of the random `supervised_parts`, and scored on the last.
+    Under `FewShot`, `per_class` images of each class are adapted to. Otherwise the target stays as it is.
+
+    Args:
+        target: All images of a shift.
+        protocol: The protocol of the benchmark.
+        takes_labels: Whether the method uses target labels.
+        seed: Seed of the random selection.
+
+    Returns:
+        The target with the selected images.
+
+    Raises:
+        DataError: If labelled images would be trained and scored on, because `supervised_parts` is None for one set.
+            Also if `supervised_parts` is given for a target of two sets.
+    """
     adapt, score, clean = target.adapt, target.score, target.clean
     if takes_labels and (adapt is score) != (protocol.supervised_parts is not None):
         raise DataError(

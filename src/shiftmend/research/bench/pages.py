@@ -729,7 +729,18 @@ def _coefficient(correlation: correlations.Correlation) -> str:
 
 
 def signals(part: Part) -> list[Block]:
-    """Show how label-free signals correlate with accuracy, and how well they separate good from bad adaptations."""
+    """Return tables of how label-free signals correlate with accuracy, and how well they tell good cells from bad.
+
+    A cell is one method on one shift from one seed. Methods that use target labels are left out. A cell is good if its
+    accuracy is close to the source model's on clean images. In a second table, a cell is good if its accuracy exceeds
+    that of source-only.
+
+    Args:
+        part: A protocol of a benchmark, with its results.
+
+    Returns:
+        Tables and sentences for the page.
+    """
     found = correlations.signals_and_accuracy(part.unsupervised)
     rows = [
         Row(

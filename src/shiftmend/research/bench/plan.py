@@ -122,9 +122,10 @@ def hash_recipe(
 
 
 def _probe_inputs(preprocess: Preprocess) -> Any:
-    """Preprocess black and white images, so that another normalisation gives another recipe.
+    """Preprocess a black and a white image `[3, 32, 32]`, and summarise the result for the hash of a recipe.
 
-    Return None for a preprocess that wants images of another shape; source models tell preprocesses apart in any case.
+    Benchmarks that normalise images differently thus get different hashes. For a preprocess that fails on this shape,
+    return None; the source models in the hash then distinguish the benchmarks.
     """
     try:
         return probe_preprocess(preprocess, (3, 32, 32))

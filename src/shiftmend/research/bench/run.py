@@ -247,7 +247,12 @@ class Display:
                 self._bars.update(self._whole, note=self._note())
 
     def end(self, task: Task, result: Result | None) -> None:
-        """Show that a task has ended. A cell has a result, even if it failed."""
+        """Remove a finished task from the display, count the task as done, and report the result of a cell.
+
+        Args:
+            task: A cell (one method on one shift from one seed), or the preparation of a source model.
+            result: The result of a cell, also of a failed one; None for a preparation.
+        """
         with self._lock:
             self._parts.pop(task, None)
             if isinstance(task, Cell):

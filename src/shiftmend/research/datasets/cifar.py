@@ -76,7 +76,17 @@ def cifar100(split: str = "train", root: PathLike | None = None) -> Split:
 
 
 def cifar10_c(corruption: str, severity: int = 5, root: PathLike | None = None, *, per_severity: int = 10_000) -> Split:
-    """Load the CIFAR-10 test images under one corruption; only the requested severity is read."""
+    """Load the CIFAR-10-C images and labels of one corruption at one severity, without reading other severities.
+
+    Args:
+        corruption: A name in `CIFAR_CORRUPTIONS`, e.g. "fog".
+        severity: Severity of the corruption, from 1 to 5.
+        root: Folder that holds all datasets; by default the environment variable SHIFTMEND_DATA.
+        per_severity: Number of images of each severity in the file; 10,000 in the published files.
+
+    Returns:
+        The images in the order of the CIFAR-10 test images, with their labels.
+    """
     return _read_corrupted("cifar-10-c", "CIFAR-10-C", corruption, severity, root, per_severity, CIFAR10_CLASSES)
 
 

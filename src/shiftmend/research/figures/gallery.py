@@ -127,7 +127,16 @@ class Rerun:
         }
 
     def adapt_by_blocks(self, method: str, profile: Profile) -> dict[str, nn.Module]:
-        """Return the model after the first block was restored, and after all blocks."""
+        """Adapt the source model bottom-up, and return its states after the first block and after all blocks.
+
+        Args:
+            method: Row of the benchmark, e.g. "bufr".
+            profile: Profile to restore the features to.
+
+        Returns:
+            Models by label: "after" with the name of the first block, and "after all". If the method trains everything
+            in a single stage, only "after adapting".
+        """
         states: dict[str, nn.Module] = {}
 
         def keep(model: nn.Module, row: Epoch) -> None:
@@ -223,7 +232,7 @@ class Request:
         return choose(self.shifts, benchmark.shifts, "shift", benchmark.name) if self.shifts else [self.first_shift()]
 
     def first_shift(self) -> str:
-        """Return the shift of a figure that shows one: the first requested, or the benchmark's first."""
+        """Return the shift to draw in a figure of a single shift: the first requested, or the benchmark's first."""
         return self.shifts[0] if self.shifts else find(self.benchmark).shifts[0]
 
     def rows(self, *usual: str) -> list[str]:

@@ -61,7 +61,7 @@ def draw_sheet(rows: Mapping[str, Tensor], title: str = "") -> Figure:
 
 
 def _join_images(images: Tensor) -> Tensor:
-    """Join images side by side with white between them, `[H, W, 3]`."""
+    """Join images `[N, 1 or 3, H, W]` side by side, with white margins, into one image `[height, width, 3]`."""
     colour = images.cpu().expand(-1, 3, -1, -1) if images.shape[1] == 1 else images.cpu()
     apart = functional.pad(colour, (GAP_PIXELS,) * 4, value=255)
     return apart.permute(2, 0, 3, 1).reshape(apart.shape[2], -1, 3)

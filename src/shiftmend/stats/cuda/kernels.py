@@ -158,7 +158,11 @@ def _check_tables(values: Tensor, bins: Bins, **tables: Tensor) -> None:
 
 
 class _Divergence(torch.autograd.Function):
-    """Autograd function of the divergence of each unit. The fused kernel computes the gradient in the forward pass."""
+    """Autograd function of the divergence `[D]` between the histograms of a batch and the source, unit by unit.
+
+    Up to `MAX_FUSED_SAMPLES` samples, one kernel computes divergence and gradient in the forward pass. For larger
+    batches, the backward pass computes the gradient from the derivative by the counts.
+    """
 
     @staticmethod
     def forward(
