@@ -62,7 +62,7 @@ def test_one_that_fails_is_a_row_and_stops_no_other(tmp_path: Path) -> None:
             assert found["blocks_changed"] == len(rows[name]["blocks"]) == 2
             assert found["outside_changed"] == []
     page = script.write_page(file, list(CATALOGUE))
-    assert "**2 of 3 architectures went through all methods.**" in page
+    assert "**2 of 3 architectures went through all methods that apply to them.**" in page
     assert "broken, profile: ModuleNotFoundError" in page
     where = f"CPU ({torch.get_num_threads()} thread"
     assert f"| dict | here | 0.0 | `net.1` | 8 | 2 | {where}" in page
