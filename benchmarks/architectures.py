@@ -1,11 +1,13 @@
 """Which architectures can be mended as they are? Blocks, taps and one step of AdaBN, FR and BUFR on each.
 
     python benchmarks/architectures.py --device cuda --page docs/results/architectures.md
+    python benchmarks/architectures.py --device cpu --samples 8 --row-limit 4 --page docs/results/architectures.md
 
 Weights and inputs are random, so no accuracy is measured: the question is whether the head is found, what the blocks
 are, whether a step reaches each of them and spares the head, and what it costs. Nothing is downloaded. An architecture
 that fails becomes a row with its error; the others go on. A run that was cut off goes on from `--out`, and tries failed
-rows again. Torchvision and transformers are needed for most rows.
+rows again. Each row knows the device, the number of samples and the version of torch that it was measured with. On a
+CPU, 8 samples answer the question as well as 64. Torchvision and transformers are needed for most rows.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,6 +187,12 @@ def make_base_vit() -> nn.Module:
     return made
 
 
+def make_deeplab() -> nn.Module:
+    made = _vision("deeplabv3_mobilenet_v3_large", weights_backbone=None)()
+    # Random weights shrink the maps to 1e-9, and so to constant logits, unless BatchNorm knows their size.
+    return shiftmend.refresh_batchnorm(made, draw_images(64, 64)[0], batch_size=32, device="cpu", progress=False)
+
+
 def make_deit() -> nn.Module:
     from transformers import DeiTConfig, DeiTForImageClassification
 
@@ -229,9 +239,7 @@ CATALOGUE: dict[str, Architecture] = {
         "torchvision", _vision("fcn_resnet50", weights_backbone=None), lambda samples: draw_images(samples, 64)
     ),
     "DeepLabV3-MobileNetV3, segmentation": Architecture(
-        "torchvision",
-        _vision("deeplabv3_mobilenet_v3_large", weights_backbone=None),
-        lambda samples: draw_images(samples, 64),
+        "torchvision", make_deeplab, lambda samples: draw_images(samples, 64)
     ),
     "SegFormer-B0, segmentation": Architecture(
         "transformers", make_segformer, lambda samples: draw_images(samples, 64)
@@ -311,17 +319,56 @@ def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
+class TooLong(BaseException):
+    """A row took longer than its limit. No `except Exception` on the way takes it for an error of the network."""
+
+
+@contextmanager
+def limit(seconds: float | None) -> Iterator[None]:
+    """Raise `TooLong` inside the block after so many seconds, between two operations of torch."""
+
+    def stop(number: int, frame: object) -> None:
+        raise TooLong
+
+    if seconds is None:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def measure_all(
-    catalogue: Mapping[str, Architecture], file: RowFile, device: torch.device, deadline: Deadline, samples: int
+    catalogue: Mapping[str, Architecture],
+    file: RowFile,
+    device: torch.device,
+    deadline: Deadline,
+    samples: int,
+    row_seconds: float | None = None,
 ) -> None:
-    """Measure what the file does not hold yet, until the deadline; failed rows are tried again."""
-    facts = {name: value for name, value in environment(device).items() if name != "platform"}
+    """Measure what the file does not hold yet, until the deadline; failed rows are tried again.
+
+    An architecture that takes longer than `row_seconds` is left out, as if it had not been tried.
+    """
+    facts: dict[str, Any] = {name: value for name, value in environment(device).items() if name != "platform"}
+    if device.type == "cpu":
+        facts["threads"] = torch.get_num_threads()
     manifest = {"environment": facts, "samples": samples, "seed": SEED, "methods": METHODS}
     file.rows[:] = [row for row in file.rows if not find_errors(row)]
     for name, architecture in catalogue.items():
         if file.has(name) or not deadline.allows():
             continue
-        print(describe_row(file.add((name,), measure(architecture, device, samples), manifest)), flush=True)
+        try:
+            with limit(row_seconds):
+                row = measure(architecture, device, samples)
+        except TooLong:
+            print(f"{name}: left out, since it took longer than {row_seconds:.0f} s", flush=True)
+        else:
+            print(describe_row(file.add((name,), row, manifest)), flush=True)
         deadline.done()
     if deadline.skipped:
         print(f"{deadline.skipped} architectures are left for another run", flush=True)
@@ -360,36 +407,48 @@ def describe_method(row: Row, name: str) -> str:
     return f"{one['seconds']:.1f} s{memory}{wrong}"
 
 
+def describe_where(manifest: Mapping[str, Any]) -> str:
+    """Return the device, the number of samples and the version of torch of a row, in short."""
+    facts = manifest["environment"]
+    device = "CPU" if facts["device"] == "cpu" else facts["device"]
+    if "threads" in facts:
+        device += f" ({facts['threads']} thread{'s' * (facts['threads'] > 1)})"
+    return f"{device}, {manifest['samples']} samples, torch {facts['torch'].partition('+')[0]}"
+
+
 def write_page(file: RowFile, order: Sequence[str]) -> str:
     """Write the page of all rows, in the order of the catalogue."""
     rows = sorted(file.rows, key=lambda row: order.index(row["architecture"]) if row["architecture"] in order else 99)
     worked = [row for row in rows if not find_errors(row)]
-    facts = next(iter(file.manifests.values()), {"environment": {}, "samples": SAMPLES})
-    device = facts["environment"].get("device", "cpu")
-    where = "a CPU" if device == "cpu" else f"an {device}"
     lines = [
         "# Architectures",
         "",
         "Made by `python benchmarks/architectures.py --page` from `results/architectures.json` and from nothing else.",
-        f"Networks have random weights and inputs are random, {facts['samples']} of them on {where}; no accuracy is",
-        "measured. Each network is passed as it is: no option names its head, its taps or its blocks. *Seconds* are a",
-        "whole call of `adapt` with one step (BUFR: one step a block), with its checks and its verification before and",
-        "after; *GiB* is the peak memory. A step changed every block and nothing outside the blocks, unless a cell",
-        "says otherwise.",
+        "Networks have random weights and inputs are random; no accuracy is measured. Each network is passed as it",
+        "is: no option names its head, its taps or its blocks. *Run on* tells the device, the samples, which are one",
+        "batch, and the version of torch. Seconds are a whole call of `adapt` with one step (BUFR: one step a block),",
+        "with its checks and its verification before and after. Compare them only between rows run on the same, and",
+        "roughly: a CPU may have had other work. *GiB* is the peak memory of a GPU. A step changed every block and",
+        "nothing outside the blocks, unless a cell says otherwise.",
         "",
-        f"**{len(worked)} of {len(rows)} architectures went through all methods.**",
+        "Constant logits are refused, which random weights may cause: torchvision's ViTs get a random head instead of",
+        "one of zeros, and DeepLab's BatchNorm its statistics from inputs of home. Trained networks need neither.",
         "",
-        "| architecture | from | million parameters | head | features | blocks | "
+        f"**{len(worked)} of {len(rows)} architectures went through all methods that apply to them.**",
+        "",
+        "| architecture | from | million parameters | head | features | blocks | run on | "
         + " | ".join(TITLES[name] for name in METHODS)
         + " |",
-        "|" + "---|" * (6 + len(METHODS)),
+        "|" + "---|" * (7 + len(METHODS)),
     ]
     for row in rows:
+        where = describe_where(file.manifests[row["manifest"]])
         if "blocks" not in row:
-            lines.append(f"| {row['architecture']} | {row['origin']} |" + " – |" * 4 + " failed |" * len(METHODS))
+            failed_cells = " – |" * 4 + f" {where} |" + " failed |" * len(METHODS)
+            lines.append(f"| {row['architecture']} | {row['origin']} |{failed_cells}")
             continue
         cells = [row["architecture"], row["origin"], f"{row['parameters'] / 1e6:.1f}", f"`{row['head']}`"]
-        cells += [str(row["taps"]["features"]["units"]), str(len(row["blocks"]))]
+        cells += [str(row["taps"]["features"]["units"]), str(len(row["blocks"])), where]
         methods = [describe_method(row, name) if row["methods"] else "failed" for name in METHODS]
         lines.append(f"| {' | '.join([*cells, *methods])} |")
     lines += ["", "AdaBN needs BatchNorm; a dash stands where a network has none."]
@@ -414,6 +473,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="samples of home and of the site, one batch")
     parser.add_argument("--time-limit", type=float, metavar="MINUTES", help="begin nothing that would last longer")
+    parser.add_argument("--row-limit", type=float, metavar="MINUTES", help="leave out what takes longer")
     parser.add_argument("--out", type=Path, default=Path("results/architectures.json"))
     parser.add_argument("--page", type=Path, help="write the page of all rows in --out")
     parser.add_argument("--only-page", action="store_true", help="measure nothing")
@@ -429,7 +489,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         device = resolve_device(options.device)
         # The first run of all loads libraries and compiles kernels, which is no cost of its architecture.
         measure(CATALOGUE["GRU on signals"], device, options.samples)
-        measure_all(chosen, file, device, deadline, options.samples)
+        measure_all(chosen, file, device, deadline, options.samples, options.row_limit and 60 * options.row_limit)
     if options.page is not None:
         write_atomically(options.page, write_page(file, list(CATALOGUE)).encode())
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -117,6 +119,59 @@ def test_entries_of_a_list_are_blocks_also_beside_other_stages() -> None:
     names = [block.name for block in blocks_of(Net().eval(), torch.randn(2, 4))]
     layers = [f"encoder.layers.{index}" for index in range(3)]
     assert names == ["embedding", *layers, "decoder.left", "decoder.right"]
+
+
+class _Encoder(nn.Module):
+    """Layers, a table of positions of its own, and normalisation at the end, like the encoder of torchvision's ViT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, 5, 4))
+        self.layers = nn.Sequential(*(nn.Sequential(nn.LayerNorm(4), _make_pair()) for _ in range(2)))
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layers(x + self.positions))  # type: ignore[no-any-return]
+
+
+def _make_pair() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+
+def test_positions_inside_an_encoder_belong_to_the_stem() -> None:
+    """They were a block of their own, which holds no layer."""
+    model = nn.Sequential(OrderedDict(patches=nn.Linear(3, 4), encoder=_Encoder(), head=nn.Linear(4, 2))).eval()
+    blocks = blocks_of(model, torch.randn(2, 5, 3))
+    stem = "patches + encoder (own parameters)"
+    assert [(block.name, block.layers) for block in blocks] == [
+        (stem, 1), ("encoder.layers.0", 2), ("encoder.layers.1 + encoder.norm", 2)
+    ]  # fmt: skip
+    assert blocks[0].parameters == ("patches.weight", "patches.bias", "encoder.positions")
+
+
+def test_positions_join_the_first_layer_where_nothing_runs_before() -> None:
+    blocks = blocks_of(
+        nn.Sequential(OrderedDict(encoder=_Encoder(), head=nn.Linear(4, 2))).eval(), torch.randn(2, 5, 4)
+    )
+    assert [block.layers for block in blocks] == [2, 2]
+    assert blocks[0].parameters[0] == "encoder.positions"
+
+
+def test_a_backbone_below_a_large_decoder_is_split() -> None:
+    """The backbone of a DeepLab was one block, since its decoder has several layers, too."""
+    stages = [nn.Sequential(_make_pair(), _make_pair()) for _ in range(3)]
+    backbone = nn.Sequential(nn.Linear(4, 4), *stages)
+    decoder = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    model = nn.Sequential(OrderedDict(backbone=backbone, decoder=decoder)).eval()
+    names = [block.name for block in blocks_of(model, torch.randn(2, 4))]
+    assert names == [*(f"backbone.{index}" for index in range(4)), "decoder.0 + decoder.2"]
+
+
+def test_a_stage_that_holds_most_layers_is_one_block() -> None:
+    """The third stage of a deep ResNet holds seven tenths of all layers."""
+    model = nn.Sequential(*(nn.Sequential(*(_make_pair() for _ in range(pairs))) for pairs in (2, 2, 14, 2)))
+    blocks = blocks_of(nn.Sequential(model, nn.Linear(4, 2)).eval(), torch.randn(2, 4))
+    assert [block.name for block in blocks] == [f"0.{index}" for index in range(4)]
 
 
 def test_a_dict_of_modules_with_a_forward_pass_is_one_stage() -> None:

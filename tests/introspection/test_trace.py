@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from zoo import SMALL, ZOO, SmallViT, Wrapped, hooks
 
 import shiftmend
@@ -150,3 +153,55 @@ def test_weight_normalised_heads_are_found() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.utils.parametrizations.weight_norm(nn.Linear(8, 3)))
     found = trace(model, torch.randn(2, 4))
     assert (found.head, found.extractor) == ("2", ("0",))
+
+
+class Segmenter(nn.Module):
+    """A segmentation network as those of torchvision: a dict with maps that were brought to the size of the inputs."""
+
+    def __init__(self, **resizing: Any) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.classifier = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 3, 1))
+        self.resizing = resizing
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        maps = self.classifier(self.backbone(x))
+        return {"out": functional.interpolate(maps, size=x.shape[-2:], **self.resizing)}
+
+
+RESIZINGS: list[dict[str, Any]] = [
+    {"mode": "bilinear", "align_corners": False},
+    {"mode": "bilinear", "align_corners": True},
+    {"mode": "bicubic", "align_corners": False},
+    {"mode": "nearest"},
+]
+
+
+@pytest.mark.parametrize("resizing", RESIZINGS, ids=lambda way: "-".join(map(str, way.values())))
+def test_a_head_whose_maps_are_resized_is_found(resizing: dict[str, Any]) -> None:
+    """The networks for segmentation of torchvision asked for a head."""
+    found = trace(Segmenter(**resizing).eval(), torch.randn(2, 1, 13, 16))
+    assert found.head == "classifier.2"
+    assert found.units == {"features": 6, "logits": 3}
+    assert found.extractor == ("backbone.0", "backbone.1", "classifier.0")
+
+
+def test_maps_that_were_resized_and_changed_still_ask_for_the_head() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 3, 1), nn.Upsample(scale_factor=2), nn.Softmax(1))
+    with pytest.raises(TapError, match="head='1'"):
+        trace(model.eval(), torch.randn(2, 1, 8, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["adabn", "fr", "bufr"])
+def test_a_network_whose_maps_are_resized_is_adapted(method: str) -> None:
+    model = Segmenter(**RESIZINGS[0]).eval()
+    home = torch.randn(48, 1, 12, 12)
+    profile = shiftmend.profile(model, home, progress=False)
+    length = {"adabn": {}, "fr": {"epochs": 1}, "bufr": {"epochs_per_block": 1}}[method]
+    result = shiftmend.adapt(model, 2 * home + 1, profile, method, batch_size=16, progress=False, **length)
+    before, after = model.state_dict(), result.model.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert "backbone.1.running_mean" in changed
+    assert ("classifier.0.weight" in changed) == (method != "adabn")
+    assert not any(name.startswith("classifier.2.") for name in changed)

@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 BlockNames = Sequence[str | Sequence[str]]
 """Names of modules, or groups of such names."""
 
+NEARLY_ALL = 0.8
+"""Share of the layers from which on a module is a backbone, which is split, rather than one of its stages."""
+
 _EXPECTED = "names of modules, or groups of them, e.g. ['conv1', ['layer1', 'layer2']]"
 
 
@@ -54,8 +57,15 @@ def split_blocks(model: nn.Module, trace: Trace, names: BlockNames | None = None
     if isinstance(names, str):
         names = [names]
     given = names if names is not None else getattr(model, "shiftmend_blocks", None)
-    groups = _group_by_names(model, given, below) if given is not None else _group_by_stages(model, list(below))
-    return tuple(_make_block(model, group, below) for group in groups if group)
+    kernels = _find_kernels(model, list(below))
+    if given is not None:
+        groups = _group_by_names(model, given, below)
+    else:
+        groups = _group_by_stages(model, list(below), kernels)
+        if len(groups) > 1 and not kernels.intersection(groups[0]):
+            # Tokens alone form no block.
+            groups = [groups[0] + groups[1], *groups[2:]]
+    return tuple(_make_block(model, group, below, kernels) for group in groups if group)
 
 
 def _find_parameters_below(model: nn.Module, trace: Trace) -> dict[str, tuple[str, ...]]:
@@ -129,30 +139,35 @@ def _is_inside(name: str, ancestor: str) -> bool:
     return ancestor == "" or name == ancestor or name.startswith(f"{ancestor}.")
 
 
-def _group_by_stages(model: nn.Module, running: list[str], level: str = "") -> list[list[str]]:
-    """Cut between the children of `level`; go down a level if one child holds all the repetition, or is a list.
+def _group_by_stages(model: nn.Module, running: list[str], kernels: frozenset[str], level: str = "") -> list[list[str]]:
+    """Cut between the children of `level`; go down into a child that holds nearly all layers, or is a list.
 
     A child with at least two layers is a stage. Layers before the first stage are the stem. A layer after a stage is a
     block. A module without a kernel, such as normalisation or tokens, joins the layer before it. The entries of a
     `ModuleList` or `ModuleDict` are stages of their own: the layers of an encoder, or the way down of a U-Net.
+    The first group may have no kernel: it joins the layer before `level`, if there is one.
     """
     modules = dict(model.named_modules())
     children: dict[str, list[str]] = {}
     for owner in running:
         children.setdefault(_child(owner, level), []).append(owner)
-    stages = [name for name, inside in children.items() if _count_layers(modules, inside) > 1]
+    sizes = {name: len(kernels.intersection(inside)) for name, inside in children.items()}
+    stages = [name for name, size in sizes.items() if size > 1]
     blocks: list[list[str]] = []
     in_stem = bool(stages)
     for name, inside in children.items():
         if name in stages:
-            go_down = len(stages) == 1 or _is_list(modules, inside) or _is_plain_chain(modules, name, inside)
-            parts = _group_by_stages(model, inside, name) if go_down else [inside]
-            if blocks and not _count_layers(modules, blocks[-1]):
-                # Tokens alone form no block.
-                parts = [blocks.pop() + parts[0], *parts[1:]]
-            blocks += parts
+            # A backbone below a large decoder is no stage, but the third of four stages may hold most layers.
+            most = len(stages) == 1 or sizes[name] > NEARLY_ALL * sum(sizes.values())
+            go_down = most or _is_list(modules, inside) or _is_plain_chain(modules, name, inside, kernels)
+            first, *others = _group_by_stages(model, inside, kernels, name) if go_down else [inside]
+            if blocks and not kernels.intersection(first):
+                blocks[-1] += first
+            else:
+                blocks.append(first)
+            blocks += others
             in_stem = False
-        elif blocks and (in_stem or not _count_layers(modules, inside) or not _count_layers(modules, blocks[-1])):
+        elif blocks and (in_stem or not sizes[name] or not kernels.intersection(blocks[-1])):
             blocks[-1] += inside
         else:
             blocks.append(list(inside))
@@ -168,8 +183,8 @@ def _child(owner: str, level: str) -> str:
     return f"{level}.{first}" if level else first
 
 
-def _count_layers(modules: dict[str, nn.Module], inside: list[str]) -> int:
-    return sum(_has_kernel(modules[owner], owner, inside) for owner in inside)
+def _find_kernels(model: nn.Module, running: list[str]) -> frozenset[str]:
+    return frozenset(name for name in running if _has_kernel(model.get_submodule(name), name, running))
 
 
 def _has_kernel(module: nn.Module, name: str, running: list[str]) -> bool:
@@ -199,31 +214,47 @@ def _common_parent(names: list[str]) -> str:
     return ".".join(common)
 
 
-def _is_plain_chain(modules: dict[str, nn.Module], name: str, inside: list[str]) -> bool:
+def _is_plain_chain(modules: dict[str, nn.Module], name: str, inside: list[str], kernels: frozenset[str]) -> bool:
     """Tell whether a container is a sequence of three or more single layers, each of which is then a block."""
     children: dict[str, list[str]] = {}
     for owner in inside:
         children.setdefault(_child(owner, name), []).append(owner)
-    single = all(_count_layers(modules, part) <= 1 for part in children.values())
-    return isinstance(modules[name], nn.Sequential | nn.ModuleList) and single and _count_layers(modules, inside) >= 3
+    single = all(len(kernels.intersection(part)) <= 1 for part in children.values())
+    return isinstance(modules[name], nn.Sequential | nn.ModuleList) and single and len(kernels.intersection(inside)) > 2
 
 
-def _make_block(model: nn.Module, group: list[str], below: dict[str, tuple[str, ...]]) -> Block:
-    modules = dict(model.named_modules())
+def _make_block(
+    model: nn.Module, group: list[str], below: dict[str, tuple[str, ...]], kernels: frozenset[str]
+) -> Block:
+    parameters = tuple(parameter for owner in group for parameter in below[owner])
+    others = {name for name, _ in model.named_parameters()}.difference(parameters)
+    broken = {name[:end] for name in others for end, letter in enumerate(name) if letter == "."}
     return Block(
-        name=_make_title(group, list(below)),
+        name=_make_title(group, broken),
         modules=tuple(group),
-        parameters=tuple(parameter for owner in group for parameter in below[owner]),
-        layers=_count_layers(modules, group),
+        parameters=parameters,
+        layers=len(kernels.intersection(group)),
     )
 
 
-def _make_title(group: list[str], everything: list[str]) -> str:
-    """Return a readable name: the common parent if the group contains all of it, else the modules themselves."""
+def _make_title(group: list[str], broken: set[str]) -> str:
+    """Return a readable name: the common parent if the group is all of it, else the largest modules inside.
+
+    `broken` are the modules with parameters outside the group.
+    """
     if len(group) == 1:
         return group[0] or "(own parameters)"
     parent = _common_parent(group)
-    if parent and {owner for owner in everything if _is_inside(owner, parent)} == set(group):
+    if parent and parent not in broken:
         return parent
-    shown = [name or "(own parameters)" for name in group]
+    shown = list(dict.fromkeys(_find_largest(name, broken) for name in group))
     return " + ".join(shown) if len(shown) <= 3 else f"{shown[0]} ... {shown[-1]}"
+
+
+def _find_largest(name: str, broken: set[str]) -> str:
+    """Return the largest module around a module that is not broken; of a broken one, only its own parameters count."""
+    if not name or name in broken:
+        return f"{name} (own parameters)".lstrip()
+    while (parent := name.rpartition(".")[0]) and parent not in broken:
+        name = parent
+    return name

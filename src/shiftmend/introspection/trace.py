@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from shiftmend.errors import TapError
 from shiftmend.introspection.call import call_model
@@ -93,9 +94,9 @@ def trace(
     The model runs once. It runs once more, with gradients, if it has several outputs or modules that were not called.
 
     A model may declare its taps in an attribute `shiftmend_taps`. Otherwise the head is the last module with
-    parameters whose output is the model's output; `features` is what the head reads and `logits` what it returns.
-    `taps` add to these two, or replace them. `original` is the model that `model` was copied from; an error is raised
-    if the copy calls it.
+    parameters whose output is the model's output, or was resized into it, as segmentation networks do; `features` is
+    what the head reads and `logits` what it returns. `taps` add to these two, or replace them. `original` is the model
+    that `model` was copied from; an error is raised if the copy calls it.
     """
     if taps is not None and not isinstance(taps, Mapping):
         raise TapError(
@@ -232,8 +233,13 @@ def _find_head(events: _Events, returned: Any, output: Entry, given: Mapping[str
 
 
 def _find_writers(events: _Events, result: Tensor) -> list[str]:
-    """List the innermost layers that returned a given tensor; a container may return the same one."""
-    matching = [name for name, out in events.written if name and isinstance(out, Tensor) and _is_same(out, result)]
+    """List the innermost layers that returned a given tensor, or one that was resized into it.
+
+    A container may return the same tensor.
+    """
+    written = [(name, out) for name, out in events.written if name and isinstance(out, Tensor)]
+    matching = [name for name, out in written if _is_same(out, result)]
+    matching = matching or [name for name, out in written if _is_resized(out, result)]
     return [name for name in matching if not any(other.startswith(f"{name}.") for other in matching)]
 
 
@@ -258,3 +264,16 @@ def _is_same(written: Tensor, result: Tensor) -> bool:
     return written.numel() == result.numel() and (
         written.data_ptr() == result.data_ptr() or torch.equal(written.reshape(-1), result.reshape(-1))
     )
+
+
+def _is_resized(written: Tensor, result: Tensor) -> bool:
+    """Tell whether the model's output is a map `[N, C, ...]` that was interpolated to another size."""
+    size = result.shape[2:]
+    if (written.shape[:2], written.ndim, written.dtype) != (result.shape[:2], result.ndim, result.dtype):
+        return False
+    if written.shape[2:] == size or not result.is_floating_point():
+        return False
+    smooth = {3: ("linear",), 4: ("bilinear", "bicubic"), 5: ("trilinear",)}.get(result.ndim, ())
+    ways: list[dict[str, Any]] = [{"mode": mode, "align_corners": align} for mode in smooth for align in (False, True)]
+    ways += [{"mode": mode} for mode in ("nearest", "nearest-exact") if smooth]
+    return any(torch.allclose(functional.interpolate(written, size, **way), result, 1e-4, 1e-6) for way in ways)
