@@ -458,9 +458,10 @@ def judge_case(estimator: Estimator, row: Row) -> Row:
     else:
         strict = [name for name in cells if METHODS[name].frees_shares]
         kind, chosen = "shifted", estimator.choose(signals, samples, strict)
-        before = describe_estimate(estimator.estimate(UNTOUCHED, signals[UNTOUCHED], samples))
-        distance = cells[chosen].get("distance", 0.0)
-        after = describe_estimate(estimator.estimate(chosen, signals[chosen], samples, chosen=True, distance=distance))
+        own, distance = estimator.estimate(UNTOUCHED, signals[UNTOUCHED], samples), cells[chosen].get("distance", 0.0)
+        told = estimator.estimate(chosen, signals[chosen], samples, chosen=True, distance=distance)
+        agreed = estimator.estimate_before(own, told, chosen, signals[UNTOUCHED], samples, distance=distance)
+        before, after = describe_estimate(agreed), describe_estimate(told)
     truth = {name: cell["score"] for name, cell in cells.items()}
     value = after["value"] if after["told"] else None
     return {

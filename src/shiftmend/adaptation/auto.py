@@ -352,6 +352,10 @@ def _finish_rehearsed(
         reasons=record.find_differences(describe_method(chosen.method)),
     )
     reason = "its estimate is the best"
+    if before is not None:
+        apart = chosen.reading.measure_distance(record)
+        signals, samples = trials[0].signals, trials[0].reading.samples
+        before = estimator.estimate_before(before, after, name, signals, samples, distance=apart)
     if name == UNTOUCHED:
         reason = "no candidate is clearly better than the untouched model"
         if has_skew and before is not None:
@@ -499,6 +503,9 @@ def estimate_one(
         reading, reasons = readings[method.name], record.find_differences(describe_method(method))
         apart = reading.measure_distance(record)
         after = estimator.estimate(method.name, joined[method.name], reading.samples, reasons=reasons, distance=apart)
+        before = estimator.estimate_before(
+            before, after, method.name, joined[UNTOUCHED], reading.samples, distance=apart
+        )
     judge_by_rehearsal(result, record)
     result.estimate = Estimates(before, after)
     result.manifest["estimate"] = result.estimate.to_json()

@@ -90,4 +90,5 @@ def _estimate(
     after = estimator.estimate(
         name, signals[name], samples, chosen="chosen" in manifest, reasons=reasons, distance=apart
     )
+    before = estimator.estimate_before(before, after, name, signals[UNTOUCHED], samples, distance=apart)
     return Estimates(before, after)

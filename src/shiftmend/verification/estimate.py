@@ -780,6 +780,109 @@ class Estimator:
             return Estimate(None, None, None, self.record.metric, tuple(found), (told.value, low, high))
         return Estimate(told.value, low, high, self.record.metric)
 
+    def estimate_before(
+        self,
+        own: Estimate,
+        after: Estimate,
+        candidate: str,
+        signals: Mapping[str, float],
+        samples: int,
+        *,
+        distance: float = 0.0,
+    ) -> Estimate:
+        """Estimate the score of the untouched model from its agreement with an adapted model whose score is known.
+
+        Where both models agree, the untouched model is as good as the adapted one. So its accuracy differs from the
+        share of equal predictions by at most the adapted model's error. The rehearsal teaches what part of that error
+        it is, for each agreement. The errors of a regression are bounded likewise, by the triangle inequality.
+
+        Args:
+            own: Estimate from the untouched model's own maps.
+            after: Estimate of the adapted model on the same samples.
+            candidate: Name of the adapted model's method.
+            signals: Signals of the untouched model, its agreement with that method among them.
+            samples: Number of samples that the signals come from.
+            distance: As for `estimate`. At other class shares, nothing but the bound itself is used.
+
+        Returns:
+            The estimate with the narrower interval; `own` if the agreement tells nothing.
+        """
+        agreement = signals.get(f"agreement with {candidate}", math.nan)
+        if after.value is None or after.low is None or after.high is None or not math.isfinite(agreement):
+            return own
+        if candidate == UNTOUCHED or not all(math.isfinite(value) for value in signals.values()):
+            return own
+        parts = []
+        for size, weight in weigh_sizes(self.record.sizes, samples):
+            found = self._fit_part_of_error(candidate, size, agreement)
+            if found is None:
+                return own
+            parts.append((weight, found))
+        part, around = (sum(weight * found[place] for weight, found in parts) for place in range(2))
+        if distance > UNREHEARSED_DISTANCE:
+            around = 2.0
+        lowest, highest = max(-1.0, part - around), min(1.0, part + around)
+        base, errors = self._convert_agreement(agreement), self._convert_to_errors(after.low, after.high)
+        low = max(0.0, min(base + lowest * error for error in errors))
+        high = max(base + highest * error for error in errors)
+        (error,) = self._convert_to_errors(after.value)
+        value = min(max(base + part * error, low), high)
+        chance = NORMAL_QUANTILE * self._sampling_error(value, samples)
+        low, high = max(0.0, value - math.hypot(value - low, chance)), value + math.hypot(high - value, chance)
+        if self.record.task == "classes":
+            high = min(1.0, high)
+        if max(high - value, value - low) > self._widest(value):
+            return own
+        if own.low is not None and own.high is not None and own.high - own.low <= high - low:
+            return own
+        return Estimate(value, low, high, self.record.metric)
+
+    def _convert_agreement(self, agreement: float) -> float:
+        """Return the share of equal predictions; for a regression, the root mean square difference in its unit."""
+        if self.record.task == "classes":
+            return agreement
+        return -agreement * float(self.record.output_deviation.square().mean().sqrt())
+
+    def _convert_to_errors(self, *scores: float) -> list[float]:
+        """Return the error rates of accuracies; the scores of a regression are errors already."""
+        return [1 - score if self.record.task == "classes" else score for score in scores]
+
+    def _fit_part_of_error(self, candidate: str, size: int, agreement: float) -> tuple[float, float] | None:
+        """Fit by which part of a candidate's error the untouched model's score differs from their agreement.
+
+        Returns:
+            The part, between -1 and 1, and how far it was off for nine in ten of the families that were left out; None
+            if too little was rehearsed.
+        """
+        record, name = self.record, f"agreement with {candidate}"
+        if candidate not in record.candidates or name not in record.signals:
+            return None
+        if record.task == "quantities" and record.output_deviation.numel() != 1:
+            return None
+        known = record.values[:, size, 0, record.signals.index(name)].double().numpy()
+        before, after = (record.scores[:, size, place].double().numpy() for place in (0, record.index(candidate)))
+        families = np.array([shift.family for shift in record.shifts])
+        rows = np.isfinite(known) & np.isfinite(before) & np.isfinite(after) & (families != (self.without or ""))
+        known, before, after, families = known[rows], before[rows], after[rows], families[rows]
+        if len(known) < MIN_CELLS:
+            return None
+        bases = np.array([self._convert_agreement(value) for value in known])
+        errors = np.maximum(self._convert_to_errors(*after), 1e-6)
+        parts = np.clip((before - bases) / errors, -1.0, 1.0)
+
+        def predict(rows: NDArray[np.bool_], values: Floats) -> Floats:
+            fitted = FITS["monotone"](known[rows], parts[rows])
+            return np.array([fitted(value) for value in values])
+
+        worst = []
+        for family in dict.fromkeys(families):
+            inside = families == family
+            worst.append(float(np.abs(predict(~inside, known[inside]) - parts[inside]).max()))
+        rank = math.ceil((len(worst) + 1) * LEVEL - 1e-9)
+        if rank > len(worst):
+            return None
+        return float(predict(np.isfinite(known), np.array([agreement]))[0]), sorted(worst)[rank - 1]
+
     def measure_share_error(
         self, candidate: str, signals: Mapping[str, float], samples: int, score: float, distance: float
     ) -> float | None:
