@@ -212,7 +212,7 @@ def test_a_step_that_is_interrupted_at_whatever_point_changes_nothing(
         patched.setattr(type(world.model), "forward", counted)
         with pytest.raises(KeyboardInterrupt):
             online.step(world.target[100:200])
-    assert len(calls) == 2  # by both models, and nobody waits for a second look at the inputs
+    assert len(calls) == 3  # by both models and on matched inputs, and nobody waits for a second look at the inputs
     assert all(torch.equal(a, b) for a, b in zip(before, state(online.snapshot()), strict=True))
     assert (online.steps, online.verification, online.losses) == (1, judged, losses)
     fresh = shiftmend.stream(online.snapshot(), world.profile(), learning_rate=0.05)
