@@ -168,7 +168,7 @@ class ClassWatch:
         return latest, earlier
 
     def _compare_with_home(self, recent: Glimpse) -> str | None:
-        """Return the reason why classes seem to be others than at home; None if they do not, or the device explains it."""
+        """Return the reason why classes seem to be others than at home; None if the device may be the cause."""
         home = self._home
         if home is None or len(home.shares) != len(recent.shares):
             return None
@@ -181,9 +181,9 @@ class ClassWatch:
             confirmed = float((recent.agreed - at_home.shares).clamp_min(0).sum()) - mean
             as_certain = recent.certain is not None and recent.certain >= recent.confidence - CERTAIN_ENOUGH
             contradicted = as_certain and confirmed < CONTRADICTED * apart
-        if apart > least and not contradicted:
-            if is_about_as_certain(recent.confidence, recent.outside, apart, home):
-                return OTHER_SHARES
+        others = apart > least and not contradicted
+        if others and is_about_as_certain(recent.confidence, recent.outside, apart, home):
+            return OTHER_SHARES
         return CONFIRMED if confirmed > max(MIN_CONFIRMED_SKEW, least) else None
 
 
