@@ -160,3 +160,14 @@ def test_agreed_answers_are_counted_among_all() -> None:
     assert both.agreed is not None
     assert both.agreed.tolist() == pytest.approx([0.6, 0.0])
     assert both.certain is None
+
+
+def test_what_few_classes_taught_is_taken_back_although_a_second_opinion_paused_first() -> None:
+    watch, found = ClassWatch(home(10), 16), []
+    for label in (0, 0, 1):
+        batch = ask(torch.full((64,), label), 0.4, 0.9, 0.4)
+        doubt = watch.judge(batch)
+        assert doubt is not None
+        found.append((doubt.reason, doubt.learnt_from_few))
+        watch.add(batch)
+    assert found == [(CONFIRMED, False), (CONFIRMED, False), (CONFIRMED, True)]

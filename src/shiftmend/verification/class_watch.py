@@ -148,17 +148,13 @@ class ClassWatch:
         latest, earlier = self._split(batch)
         recent = Glimpse.join(latest)
         window = Glimpse.join([*list(self._seen)[1 - self._window :], batch]) if self._window > 1 else recent
-        doubts = [self._compare_with_home(part) for part in (recent, window)]
-        for reason in (OTHER_SHARES, CONFIRMED):
-            if reason in doubts:
-                return Doubt(reason)
-        if not earlier:
-            return None
-        before = Glimpse.join(earlier)
-        if not _differ(recent, before):
-            return None
+        seems = [self._compare_with_home(part) for part in (recent, window)]
+        reason = next((one for one in (OTHER_SHARES, CONFIRMED) if one in seems), None)
+        before = Glimpse.join(earlier) if earlier else None
+        if before is None or not _differ(recent, before):
+            return None if reason is None else Doubt(reason)
         # A stream that has run longer than the memory is not reset for classes it may always have had.
-        return Doubt(SORTED, self._remembers_all and _has_fewer_classes(before, recent))
+        return Doubt(reason or SORTED, self._remembers_all and _has_fewer_classes(before, recent))
 
     def _split(self, batch: Glimpse) -> tuple[list[Glimpse], list[Glimpse]]:
         """Return the batch with as many earlier ones as class shares need, and the batches before those."""
