@@ -6,7 +6,7 @@ Two networks are trained on the digits that come with the package and rehearsed:
 normalisation layers. Streams of the site's digits then come mixed, sorted by class, or from few classes alone, with the
 device of home or another one. Each is learnt from with and without the guard that pauses learning. Measured is the
 accuracy of the answers that were given, that of the snapshot on all digits of the site, and what the stream says of
-itself without labels. About five minutes a seed on one core.
+itself without labels. About two minutes a seed on one core.
 """
 
 from __future__ import annotations
