@@ -264,7 +264,29 @@ def _describe_sums(rows: Sequence[Row]) -> list[str]:
                 sums = [max(0.0, sign * (row["running"] - row["untouched"])) for row in own]
                 cells.append(_percent(sum(sums) / len(sums)))
         lines.append(f"| {network} | {order} | {' | '.join(cells)} |")
-    return [*lines, ""]
+    return [*lines, "", *_describe_warnings(rows), ""]
+
+
+def _describe_warnings(rows: Sequence[Row]) -> list[str]:
+    """Say how many of the streams with the guard were paused or warned of."""
+    lines = [
+        "With the guard, by what learning without it does (harm and gain are more than 5 points):",
+        "",
+        "| learning does | streams | paused in part | learnt from throughout, with a warning | without |",
+        "|---|---|---|---|---|",
+    ]
+    free = {tuple(row[name] for name in KEY if name != "guard"): row for row in rows if not row["guard"]}
+    counts = {name: [0, 0, 0] for name in ("harm", "little", "gain")}
+    for row in rows:
+        if row["guard"]:
+            other = free[tuple(row[name] for name in KEY if name != "guard")]
+            change = other["running"] - other["untouched"]
+            own = counts["harm" if change < -0.05 else "gain" if change > 0.05 else "little"]
+            own[0 if row["paused"] else 1 if row["warnings"] else 2] += 1
+    return [
+        *lines,
+        *(f"| {name} | {sum(own)} | {' | '.join(str(one) for one in own)} |" for name, own in counts.items()),
+    ]
 
 
 def _describe_pair(rows: Sequence[Row], method: tuple[str, str], device: str, order: str) -> str:

@@ -15,6 +15,7 @@ from zoo import SMALL, ZOO
 
 import shiftmend
 from shiftmend.errors import AdaptationError, DataError, ProfileError, TapError
+from shiftmend.verification.class_watch import ClassWatch
 
 
 def state(model: nn.Module) -> list[torch.Tensor]:
@@ -603,6 +604,19 @@ def test_all_classes_behind_another_device_are_learnt_from() -> None:
         assert torch.equal(online.step(batch), careless.step(batch))
     assert online.paused == 0
     assert online.warnings == []
+
+
+def test_a_stream_warns_once_where_the_device_or_other_classes_may_be_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, signals, _ = bumps()
+    online = shiftmend.stream(model, shiftmend.profile(model, signals, progress=False), "adabn")
+    monkeypatch.setattr(ClassWatch, "is_suspect", True)
+    for batch in dim(signals)[:200].split(50):
+        online.step(batch)
+    assert online.paused == 0
+    assert len(online.warnings) == 1
+    assert "nobody can tell" in online.warnings[0]
 
 
 def test_a_model_that_maps_its_inputs_is_asked_once() -> None:

@@ -171,3 +171,15 @@ def test_what_few_classes_taught_is_taken_back_although_a_second_opinion_paused_
         found.append((doubt.reason, doubt.learnt_from_few))
         watch.add(batch)
     assert found == [(CONFIRMED, False), (CONFIRMED, False), (CONFIRMED, True)]
+
+
+@pytest.mark.parametrize(("agreed", "few", "expected"), [(0.5, 3, True), (0.1, 3, False), (1.0, 10, False)])
+def test_a_stream_is_suspect_if_a_second_opinion_confirms_a_part(agreed: float, few: int, expected: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    watch = ClassWatch(home(10), 16)
+    for number in range(12):
+        batch = ask(torch.randint(few, (32,), generator=generator), 0.4, agreed, 0.4)
+        assert watch.judge(batch) is None
+        assert not (watch.is_suspect and number < 4)  # too few samples
+        watch.add(batch)
+    assert watch.is_suspect == expected

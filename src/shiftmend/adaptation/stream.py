@@ -49,7 +49,7 @@ from shiftmend.utils.checks import brief, check_function, counted, is_whole, kin
 from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.processes import world_size
 from shiftmend.utils.tensor_tree import Inputs
-from shiftmend.verification.class_watch import ClassWatch, Doubt, Glimpse
+from shiftmend.verification.class_watch import SUSPECT, ClassWatch, Doubt, Glimpse
 from shiftmend.verification.estimate import OTHER_WEIGHTS, Estimate, Estimator
 from shiftmend.verification.harm import OTHER_SHARES, answers_other_classes, describe_harm, find_answers, find_harm
 from shiftmend.verification.matched_inputs import InputMatcher, keeps_classes
@@ -106,7 +106,9 @@ class Stream:
 
     Updates pause while the predicted classes of the latest batches differ strongly from those of home or of earlier
     batches, as in a stream that is sorted by class. During a pause, batches are predicted with the BatchNorm statistics
-    that were learnt before. The first pause logs a warning.
+    that were learnt before. The first pause logs a warning. Behind another device, the untouched model is asked a
+    second time, with inputs that are matched to home: only answers that stay the same speak of other classes. A warning
+    is logged as well if answers fall into other classes and neither the device nor the classes are for sure the cause.
 
     Attributes:
         steps: Number of batches so far.
@@ -249,8 +251,7 @@ class Stream:
         self._model.eval()
         self._has_learnt |= adapts and good
         self.steps += 1
-        if doubt is not None:
-            self._pause(doubt)
+        self._report(doubt)
         return result.detach()
 
     def _inputs(self, batch: Any) -> Inputs:
@@ -341,14 +342,17 @@ class Stream:
             self._has_learnt = False
             self._warn("forgot", "what was learnt so far came from few classes and was taken back")
 
-    def _pause(self, doubt: Doubt) -> None:
-        """Count a batch without an update, and warn once for each kind of doubt."""
-        self.paused += 1
-        self._warn(
-            doubt.reason,
-            f"batch {self.steps}: {doubt.reason}; such batches are predicted with what was learnt so far, and not "
-            "learnt from unless guard=False",
-        )
+    def _report(self, doubt: Doubt | None) -> None:
+        """Count a batch without an update, and warn once for each kind of doubt, or of a suspect stream."""
+        if doubt is not None:
+            self.paused += 1
+            self._warn(
+                doubt.reason,
+                f"batch {self.steps}: {doubt.reason}; such batches are predicted with what was learnt so far, and not "
+                "learnt from unless guard=False",
+            )
+        elif self._watch is not None and not self.paused and self._watch.is_suspect:
+            self._warn(SUSPECT, f"batch {self.steps}: {SUSPECT}; compare with the model as it came")
 
     def _warn(self, kind_of_warning: str, sentence: str) -> None:
         """Log and store a warning, once for each kind."""
@@ -543,7 +547,7 @@ def stream(
         device: Device to compute on.
         window: Number of latest batches that `Stream.verification` and `Stream.estimate` use.
         guard: Whether updates pause if predicted classes differ strongly from those of home or of earlier batches. This
-            costs one forward pass of the untouched model per batch, and needs the profile of a classifier.
+            costs two forward passes of the untouched model per batch, and needs the profile of a classifier.
         **options: Hyper-parameters of the method. The best learning rate for a stream differs from that for many
             epochs.
 

@@ -21,12 +21,17 @@ import torch
 from torch import Tensor
 
 from shiftmend.profiles.profile import Profile
+from shiftmend.stats.answers import Answers
 from shiftmend.verification.harm import OTHER_SHARES, find_answers, is_about_as_certain
 from shiftmend.verification.predictions import as_class_logits, class_shares, confidence, skew_by_chance
 
 CONFIRMED = (
     "answers fall into other classes than at home, with inputs as they are and matched to home, as where class shares "
     "differ behind another device"
+)
+SUSPECT = (
+    "answers fall into other classes than at home, and nobody can tell whether the device or other class shares are "
+    "the cause; if classes are others, learning does harm"
 )
 SORTED = "batches differ in their classes, as where samples come sorted by class"
 
@@ -35,6 +40,9 @@ MIN_SKEW = 0.2
 MIN_CONFIRMED_SKEW = 0.3
 """Skew that both opinions confirm above which updates pause, however certain the model is. Behind a device, moderately
 other shares do less harm than the device, which is why this limit is above `MIN_SKEW`."""
+MIN_SUSPECT_SKEW = 0.1
+"""Confirmed skew above which a stream is suspect: of digit streams that were not paused, two thirds of those that
+learning harmed exceed it, a quarter of those that it helped, and a tenth of the mixed ones (seeds 0 to 3)."""
 CONTRADICTED, CERTAIN_ENOUGH = 0.5, 0.05
 """Share of the skew below which a confirmation contradicts it, if confidence is at most this much lower there."""
 DEVIATIONS = 5.0
@@ -163,24 +171,47 @@ class ClassWatch:
             latest.append(earlier.pop())
         return latest, earlier
 
+    @property
+    def is_suspect(self) -> bool:
+        """True if the latest batches may have other classes than home, without enough evidence for a pause."""
+        if not self._seen or self._home is None or len(self._home.shares) != len(self._seen[-1].shares):
+            return False
+        window = Glimpse.join(list(self._seen)[-self._window :])
+        if window.agreed is None or window.inputs < MEMORY * _count_recent(len(window.shares)):
+            return False
+        skew = self._measure_skew(window, self._home)
+        return skew.apart > skew.least and skew.confirmed > MIN_SUSPECT_SKEW
+
     def _compare_with_home(self, recent: Glimpse) -> str | None:
         """Return the reason why classes seem to be others than at home; None if the device may be the cause."""
         home = self._home
         if home is None or len(home.shares) != len(recent.shares):
             return None
+        skew, contradicted = self._measure_skew(recent, home), False
+        if recent.certain is not None and recent.certain >= recent.confidence - CERTAIN_ENOUGH:
+            contradicted = skew.confirmed < CONTRADICTED * skew.apart
+        others = skew.apart > skew.least and not contradicted
+        if others and is_about_as_certain(recent.confidence, recent.outside, skew.apart, home):
+            return OTHER_SHARES
+        return CONFIRMED if skew.confirmed > max(MIN_CONFIRMED_SKEW, skew.least) else None
+
+    def _measure_skew(self, recent: Glimpse, home: Answers) -> _Skew:
         at_home = Glimpse(home.shares.cpu().double(), float(home.confidence), 0.0, self._profile.inputs_seen)
         mean, least = _measure_noise(recent, at_home, at_home.shares)
         apart = float((recent.shares - at_home.shares).abs().sum() / 2) - mean
-        confirmed, contradicted = 0.0, False
-        if recent.agreed is not None:
-            # Even if all other answers were wrong, shares would differ from home by what agreed answers exceed it.
-            confirmed = float((recent.agreed - at_home.shares).clamp_min(0).sum()) - mean
-            as_certain = recent.certain is not None and recent.certain >= recent.confidence - CERTAIN_ENOUGH
-            contradicted = as_certain and confirmed < CONTRADICTED * apart
-        others = apart > least and not contradicted
-        if others and is_about_as_certain(recent.confidence, recent.outside, apart, home):
-            return OTHER_SHARES
-        return CONFIRMED if confirmed > max(MIN_CONFIRMED_SKEW, least) else None
+        if recent.agreed is None:
+            return _Skew(apart, 0.0, least)
+        # Even if all other answers were wrong, shares would differ from home by what agreed answers exceed it.
+        return _Skew(apart, float((recent.agreed - at_home.shares).clamp_min(0).sum()) - mean, least)
+
+
+@dataclass(frozen=True)
+class _Skew:
+    """Distance of class shares from home beyond sampling noise, the part that both opinions confirm, and a limit."""
+
+    apart: float
+    confirmed: float
+    least: float
 
 
 def _count_recent(classes: int) -> int:
