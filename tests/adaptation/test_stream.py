@@ -15,6 +15,7 @@ from zoo import SMALL, ZOO
 
 import shiftmend
 from shiftmend.errors import AdaptationError, DataError, ProfileError, TapError
+from shiftmend.verification.class_watch import ClassWatch
 
 
 def state(model: nn.Module) -> list[torch.Tensor]:
@@ -212,7 +213,7 @@ def test_a_step_that_is_interrupted_at_whatever_point_changes_nothing(
         patched.setattr(type(world.model), "forward", counted)
         with pytest.raises(KeyboardInterrupt):
             online.step(world.target[100:200])
-    assert len(calls) == 2  # by both models, and nobody waits for a second look at the inputs
+    assert len(calls) == 3  # by both models and on matched inputs, and nobody waits for a second look at the inputs
     assert all(torch.equal(a, b) for a, b in zip(before, state(online.snapshot()), strict=True))
     assert (online.steps, online.verification, online.losses) == (1, judged, losses)
     fresh = shiftmend.stream(online.snapshot(), world.profile(), learning_rate=0.05)
@@ -542,6 +543,91 @@ def test_what_was_learnt_from_one_class_behind_another_device_is_taken_back(capl
     assert "sorted by class" in caplog.text
     assert "taken back" in caplog.text
     assert all(torch.equal(a, b) for a, b in zip(state(online.snapshot()), state(world.model), strict=True))
+
+
+def bumps() -> tuple[nn.Module, Tensor, Tensor]:
+    """A network that finds one of six bumps in a noisy signal [N, 1, 48], with a sample of home and its labels."""
+    generator = torch.Generator().manual_seed(2)
+    centres = torch.linspace(4, 44, 6).view(6, 1)
+    shapes = (-0.5 * ((torch.arange(48) - centres) / 2).square()).exp()
+    labels = torch.randint(6, (1200,), generator=generator)
+    signals = shapes[labels] + 0.1 * torch.randn(1200, 48, generator=generator)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 6))
+    with torch.no_grad():
+        model[1].weight.copy_(shapes)
+        model[1].bias.zero_()
+        model[2].momentum = None
+        model(signals.unsqueeze(1))  # BatchNorm learns the statistics of home
+        model[2].momentum = 0.1
+        model[4].weight.copy_(4 * torch.eye(6))
+        model[4].bias.zero_()
+    return model.eval(), signals.unsqueeze(1), labels
+
+
+def dim(signals: Tensor) -> Tensor:
+    """A device of little contrast, behind which the untouched model is uncertain and mostly right."""
+    return 0.35 * signals + 0.02
+
+
+def answer(online: shiftmend.Stream, site: Tensor, labels: Tensor) -> float:
+    right = [
+        online.step(batch).argmax(1) == truth for batch, truth in zip(site.split(50), labels.split(50), strict=True)
+    ]
+    return float(torch.cat(right).double().mean())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fr", "adabn"])
+def test_few_classes_behind_another_device_are_not_learnt_from(name: str) -> None:
+    model, signals, labels = bumps()
+    profile = shiftmend.profile(model, signals, progress=False)
+    few = labels < 2
+    site, truth = dim(signals[few]), labels[few]
+    with torch.no_grad():
+        untouched = float((model(site).argmax(1) == truth).double().mean())
+    options = {"learning_rate": 0.01} if name == "fr" else {}
+    careless = shiftmend.stream(model, profile, name, guard=False, **options)
+    assert answer(careless, site, truth) < untouched - 0.2
+    online = shiftmend.stream(model, profile, name, **options)
+    assert answer(online, site, truth) > untouched - 0.05
+    assert online.paused >= online.steps - 1
+    assert len(online.warnings) == 1
+    assert "behind another device" in online.warnings[0]
+
+
+@pytest.mark.slow
+def test_all_classes_behind_another_device_are_learnt_from() -> None:
+    model, signals, _ = bumps()
+    profile = shiftmend.profile(model, signals, progress=False)
+    online, careless = (shiftmend.stream(model, profile, "adabn", guard=guard) for guard in (True, False))
+    for batch in dim(signals).split(50):
+        assert torch.equal(online.step(batch), careless.step(batch))
+    assert online.paused == 0
+    assert online.warnings == []
+
+
+def test_a_stream_warns_once_where_the_device_or_other_classes_may_be_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, signals, _ = bumps()
+    online = shiftmend.stream(model, shiftmend.profile(model, signals, progress=False), "adabn")
+    monkeypatch.setattr(ClassWatch, "is_suspect", True)
+    for batch in dim(signals)[:200].split(50):
+        online.step(batch)
+    assert online.paused == 0
+    assert len(online.warnings) == 1
+    assert "nobody can tell" in online.warnings[0]
+
+
+def test_a_model_that_maps_its_inputs_is_asked_once() -> None:
+    """Its inputs were matched when it was mended; to match them again would undo the first map."""
+    model, signals, _ = bumps()
+    profile = shiftmend.profile(model, signals, progress=False)
+    mended = shiftmend.adapt(model, dim(signals), profile, "match-moments", progress=False).model
+    online = shiftmend.stream(mended, profile, "adabn")
+    online.step(dim(signals)[:50])
+    assert online._matcher is None
+    assert online.paused == 0
 
 
 def test_a_stream_says_that_it_did_harm(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,6 +30,7 @@ from shiftmend.errors import AdaptationError, DataError, ShiftmendError
 from shiftmend.inputs.feed import Feed, Preprocess
 from shiftmend.inputs.sources import is_inputs_and_labels
 from shiftmend.introspection.call import call_model
+from shiftmend.introspection.input_map import has_input_map
 from shiftmend.introspection.model_state import restore, snapshot
 from shiftmend.introspection.modes import find_batch_norms
 from shiftmend.introspection.outputs import Entry, pick
@@ -42,14 +43,16 @@ from shiftmend.profiles.fingerprints import InputSummary
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import UNTOUCHED
 from shiftmend.stats.histograms import CountTracker
+from shiftmend.stats.moments import Moments
 from shiftmend.stats.slices import Slices
 from shiftmend.utils.checks import brief, check_function, counted, is_whole, kind
 from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.processes import world_size
 from shiftmend.utils.tensor_tree import Inputs
-from shiftmend.verification.class_watch import ClassWatch, Doubt, Glimpse
+from shiftmend.verification.class_watch import SUSPECT, ClassWatch, Doubt, Glimpse
 from shiftmend.verification.estimate import OTHER_WEIGHTS, Estimate, Estimator
 from shiftmend.verification.harm import OTHER_SHARES, answers_other_classes, describe_harm, find_answers, find_harm
+from shiftmend.verification.matched_inputs import InputMatcher, keeps_classes
 from shiftmend.verification.reading import Reading, agree, measure_outside, summarise
 from shiftmend.verification.signals import VERIFIED, Tally, sample_positions
 from shiftmend.verification.verdict import Verification, judge
@@ -58,18 +61,28 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class _Second:
+    """Logits `[M, units]` with matched inputs, the moments of the inputs, and whether matching keeps few classes."""
+
+    logits: Tensor
+    moments: Moments
+    keeps_classes: bool
+
+
+@dataclass(frozen=True)
 class _Seen:
-    """Logits `[M, units]` and histogram counts of one batch in the window."""
+    """Logits `[M, units]` and histogram counts of one batch in the window, and a second opinion if there is one."""
 
     tally: Tally
     logits: Tensor
     inputs: int
+    second: _Second | None = None
 
     @staticmethod
-    def of(activations: Mapping[str, Tensor], inputs: int, home: Profile) -> _Seen:
+    def of(activations: Mapping[str, Tensor], inputs: int, home: Profile, second: _Second | None = None) -> _Seen:
         tally = Tally(home)
         tally.update(activations, inputs)
-        return _Seen(tally, sample_positions(activations["logits"], inputs, 0).float(), inputs)
+        return _Seen(tally, sample_positions(activations["logits"], inputs, 0).float(), inputs, second)
 
     @staticmethod
     def join(batches: Sequence[_Seen], home: Profile) -> Reading:
@@ -93,7 +106,9 @@ class Stream:
 
     Updates pause while the predicted classes of the latest batches differ strongly from those of home or of earlier
     batches, as in a stream that is sorted by class. During a pause, batches are predicted with the BatchNorm statistics
-    that were learnt before. The first pause logs a warning.
+    that were learnt before. The first pause logs a warning. Behind another device, the untouched model is asked a
+    second time, with inputs that are matched to home: only answers that stay the same speak of other classes. A warning
+    is logged as well if answers fall into other classes and neither the device nor the classes are for sure the cause.
 
     Attributes:
         steps: Number of batches so far.
@@ -144,9 +159,12 @@ class Stream:
         self._seen: deque[tuple[CountTracker, int]] = deque(maxlen=window)
         self._counted = 0
         self._watch: ClassWatch | None = None
+        self._matcher: InputMatcher | None = None
         alone = world_size() == 1  # Each process has a stream of its own, so counts are not summed over processes.
         if profile is not None and guard and alone and method.adapts and _tells_classes(profile):
             self._watch = ClassWatch(profile, window)
+            # A model that maps its inputs already was mended for its device.
+            self._matcher = None if has_input_map(model) else InputMatcher(profile, window)
         rehearsed = profile is not None and profile.rehearsal is not None
         self._compares = alone and (self._watch is not None or rehearsed)
         self._untouched = copy_model(model).to(device).eval() if self._compares and method.adapts else None
@@ -233,8 +251,7 @@ class Stream:
         self._model.eval()
         self._has_learnt |= adapts and good
         self.steps += 1
-        if doubt is not None:
-            self._pause(doubt)
+        self._report(doubt)
         return result.detach()
 
     def _inputs(self, batch: Any) -> Inputs:
@@ -291,7 +308,13 @@ class Stream:
             with torch.no_grad(), attach_taps(self._untouched, taps) as recorder:
                 # A copy of the inputs, since the model may work in place.
                 call_model(self._untouched, inputs.clone())
-                return _Seen.of(recorder.read(), len(inputs), self._home)
+                seen, second = recorder.read(), None
+                moments = None if self._matcher is None else self._matcher.read(inputs)
+                if self._matcher is not None and isinstance(inputs, Tensor) and moments is not None:
+                    call_model(self._untouched, self._matcher.match(inputs, moments))
+                    logits = sample_positions(recorder.read()["logits"], len(inputs), 0).float()
+                    second = _Second(logits, moments, keeps_classes(inputs))
+                return _Seen.of(seen, len(inputs), self._home, second)
         except BaseException as error:
             if isinstance(error, Exception) and not isinstance(error, ShiftmendError):
                 check_model(self._untouched, [inputs])  # Raises one clear sentence if the inputs are the cause.
@@ -319,14 +342,17 @@ class Stream:
             self._has_learnt = False
             self._warn("forgot", "what was learnt so far came from few classes and was taken back")
 
-    def _pause(self, doubt: Doubt) -> None:
-        """Count a batch without an update, and warn once for each kind of doubt."""
-        self.paused += 1
-        self._warn(
-            doubt.reason,
-            f"batch {self.steps}: {doubt.reason}; such batches are predicted with what was learnt so far, and not "
-            "learnt from unless guard=False",
-        )
+    def _report(self, doubt: Doubt | None) -> None:
+        """Count a batch without an update, and warn once for each kind of doubt, or of a suspect stream."""
+        if doubt is not None:
+            self.paused += 1
+            self._warn(
+                doubt.reason,
+                f"batch {self.steps}: {doubt.reason}; such batches are predicted with what was learnt so far, and not "
+                "learnt from unless guard=False",
+            )
+        elif self._watch is not None and not self.paused and self._watch.is_suspect:
+            self._warn(SUSPECT, f"batch {self.steps}: {SUSPECT}; compare with the model as it came")
 
     def _warn(self, kind_of_warning: str, sentence: str) -> None:
         """Log and store a warning, once for each kind."""
@@ -372,6 +398,8 @@ class Stream:
             self._window.append((own if untouched is None else untouched, own))
             if self._watch is not None and untouched is not None:
                 self._watch.add(_glimpse(untouched))
+                if self._matcher is not None and untouched.second is not None:
+                    self._matcher.add(untouched.second.moments)
         self._seen.append((counter, inputs))
         self._counted += inputs
 
@@ -488,7 +516,10 @@ def _tells_classes(profile: Profile) -> bool:
 
 
 def _glimpse(untouched: _Seen) -> Glimpse:
-    return Glimpse.of(untouched.logits, measure_outside(untouched.tally), untouched.inputs)
+    outside, second = measure_outside(untouched.tally), untouched.second
+    if second is None:
+        return Glimpse.of(untouched.logits, outside, untouched.inputs)
+    return Glimpse.of(untouched.logits, outside, untouched.inputs, second.logits, second.keeps_classes)
 
 
 @torch.inference_mode(False)
@@ -516,7 +547,7 @@ def stream(
         device: Device to compute on.
         window: Number of latest batches that `Stream.verification` and `Stream.estimate` use.
         guard: Whether updates pause if predicted classes differ strongly from those of home or of earlier batches. This
-            costs one forward pass of the untouched model per batch, and needs the profile of a classifier.
+            costs two forward passes of the untouched model per batch, and needs the profile of a classifier.
         **options: Hyper-parameters of the method. The best learning rate for a stream differs from that for many
             epochs.
 

@@ -18,7 +18,7 @@ from shiftmend.introspection.input_map import (
     set_input_map,
 )
 from shiftmend.profiles.profile import Profile
-from shiftmend.stats.moments import Moments, MomentTracker, unit_shape
+from shiftmend.stats.moments import Moments, MomentTracker, find_scale, unit_shape
 from shiftmend.stats.quantiles import LEVELS, MAX_UNITS, Quantiles, QuantileTracker
 from shiftmend.utils.tensor_tree import Inputs, TensorTree
 
@@ -67,11 +67,8 @@ class MatchMean(Method):
             raise _not_finite(self.name)
         mean, variance = found
         home_mean, home_variance = home.mean.to(mean), home.variance.to(mean)
-        scale = torch.ones_like(mean)
-        if self.scales:
-            # A unit that is constant on either side has no scale and is only shifted.
-            varies = (variance > 0) & (home_variance > 0)
-            scale = torch.where(varies, (home_variance / variance.where(varies, scale)).sqrt(), scale)
+        # A unit that is constant on either side is only shifted.
+        scale = find_scale(variance, home_variance) if self.scales else torch.ones_like(mean)
         set_input_map(model, scale, home_mean - scale * mean)
 
 

@@ -107,6 +107,21 @@ class Moments:
         return cls(gaussian.mean, gaussian.variance, gaussian.samples)
 
 
+def find_scale(variance: Tensor, home_variance: Tensor) -> Tensor:
+    """Return the factor `[D]` that gives each unit the standard deviation of home.
+
+    A unit that is constant on either side has no scale, and gets 1.
+
+    Example:
+        >>> import torch
+        >>> find_scale(torch.tensor([4.0, 0.0]), torch.tensor([1.0, 1.0])).tolist()
+        [0.5, 1.0]
+    """
+    ones = torch.ones_like(variance)
+    varies = (variance > 0) & (home_variance > 0)
+    return torch.where(varies, (home_variance / variance.where(varies, ones)).sqrt(), ones)
+
+
 class MomentTracker:
     """Tracker of the moments of inputs over batches, in float64."""
 
