@@ -39,8 +39,8 @@ from shiftmend.verification.class_shares import Shares, estimate_shares
 from shiftmend.verification.estimate import HOME_DEVIATIONS, Estimate, Estimator
 from shiftmend.verification.harm import OTHER_SHARES, answers_other_classes, find_worse_answers
 from shiftmend.verification.predictions import as_class_logits, skew, skew_by_chance
-from shiftmend.verification.reading import Reading, add_agreements, read, shares_explain
-from shiftmend.verification.verdict import Verification
+from shiftmend.verification.reading import Reading, add_agreements, expect_chance, read, shares_explain
+from shiftmend.verification.verdict import Verification, learn_limits
 
 logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
@@ -234,11 +234,17 @@ def adapt_auto(
     free = None
     if has_skew := answers_other_classes(untouched.reading, task.profile):
         free = compare_with_free_shares(task, untouched)
-        if free is not None and shares_explain(untouched.signals, free.signals, record):
-            return _finish_with_other_shares(untouched, estimator)
-        # A device may have made the model certain of wrong classes. Only candidates that leave class shares free can
-        # tell: whatever assumes the shares of home finds them by pushing samples into other classes.
-        methods = {name: method for name, method in methods.items() if name == UNTOUCHED or method.frees_shares}
+        if free is not None and shares_explain(untouched.reading, free, record, task.profile.bins):
+            beyond = free.signals["slices"] - expect_chance(free, record, task.profile.bins) / 2
+            return _finish_with_other_shares(untouched, estimator, max(0.0, beyond))
+        # A device may have made the model certain of wrong classes. Candidates that leave class shares free can tell.
+        # Training that assumes the shares of home finds them by pushing samples into other classes; the few numbers of
+        # a map of the inputs, or of BatchNorm's statistics, cannot.
+        methods = {
+            name: method
+            for name, method in methods.items()
+            if name == UNTOUCHED or method.frees_shares or not method.trains
+        }
     trials = _try_others(task, settings, methods, untouched)
     return _finish_rehearsed(task, trials, estimator, calibrate, settings.output, has_skew=has_skew, free=free)
 
@@ -291,14 +297,47 @@ def is_mended(signals: Mapping[str, float], free: Mapping[str, float]) -> bool:
     return signals["slices"] < MUCH_CLOSER * free["slices"]
 
 
-def _finish_with_other_shares(untouched: Trial, estimator: Estimator) -> Adaptation:
-    """Return the untouched model: other classes are frequent here, which no candidate can undo."""
+def may_replace(
+    name: str,
+    estimate: Estimate,
+    signals: Mapping[str, float],
+    free: Mapping[str, float],
+    record: Rehearsal,
+    samples: int,
+) -> bool:
+    """Return whether a candidate may replace an untouched model that is certain of other classes than home has.
+
+    Its estimate must hold, and its features must be much closer to home. If the candidate assumes the class shares of
+    home, its features must be as close to home as those of good models in the rehearsal.
+
+    Args:
+        name: Name of the candidate.
+        estimate: Its estimated score.
+        signals: Its signals.
+        free: Signals of the untouched model, compared with home for the class shares that it predicts.
+        record: The rehearsal in the profile.
+        samples: Number of samples at the site.
+    """
+    if not estimate.reliable or not is_mended(signals, free):
+        return False
+    if name in METHODS and METHODS[name].frees_shares:
+        return True
+    limits = learn_limits(record, name, samples)
+    return limits is not None and signals["slices"] <= limits.restored and signals["marginals"] <= limits.marginals
+
+
+def _finish_with_other_shares(untouched: Trial, estimator: Estimator, beyond: float) -> Adaptation:
+    """Return the untouched model: other classes are frequent here, which no candidate can undo.
+
+    `beyond` is the divergence that neither shares nor half of what chance is expected to leave explain.
+    """
     result, reading = untouched.adaptation, untouched.reading
     assert result is not None
     assert reading is not None
     result.shares = estimate_shares(reading.outputs, estimator.record)
     result.changed = "patients" if result.shares.reliable else None
-    estimate = estimator.estimate_with_shares(result.shares)
+    hidden = estimator.measure_hidden_loss(beyond, reading.samples)
+    estimate = estimator.estimate_with_shares(result.shares, hidden)
     tried = (Candidate(UNTOUCHED, estimate, untouched.signals, untouched.seconds),)
     reason = f"{OTHER_SHARES}, so nothing was changed"
     return _complete(result, Estimates(estimate, estimate), tried, reason, estimator.record)
@@ -316,8 +355,8 @@ def _finish_rehearsed(
 ) -> Adaptation:
     """Choose by the estimates.
 
-    Where the untouched model is certain of other classes (`has_skew`), candidates take part only if their estimate
-    holds, and if they came closer to home than the untouched model did with free class shares (`free`).
+    Where the untouched model is certain of other classes (`has_skew`), candidates take part only if they may replace it
+    (`may_replace`), judged by its reading with free class shares (`free`).
     """
     record = estimator.record
     tried: list[Candidate] = []
@@ -332,8 +371,11 @@ def _finish_rehearsed(
             reasons = [OTHER_SHARES, *reasons]
         apart = trial.reading.measure_distance(record)
         estimate = estimator.estimate(trial.name, trial.signals, trial.reading.samples, reasons=reasons, distance=apart)
-        closer = free is not None and is_mended(trial.signals, free.signals)
-        if trial.name == UNTOUCHED or (not reasons and (not has_skew or (estimate.reliable and closer))):
+        credible = not has_skew or (
+            free is not None
+            and may_replace(trial.name, estimate, trial.signals, free.signals, record, trial.reading.samples)
+        )
+        if trial.name == UNTOUCHED or (not reasons and credible):
             readings[trial.name] = trial.signals
         tried.append(Candidate(trial.name, estimate, trial.signals, trial.seconds, trial.failure))
     assert trials[0].reading is not None

@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shiftmend.adaptation.auto import is_mended
+from shiftmend.adaptation.auto import may_replace
+from shiftmend.methods import METHODS
 from shiftmend.profiles.rehearsal import OTHER_PATIENTS, UNTOUCHED, Rehearsal, RehearsedSite
 from shiftmend.verification.estimate import Estimator
 from shiftmend.verification.reading import MAX_UNEXPLAINED
@@ -217,8 +218,12 @@ def _judge(estimator: Estimator, site: RehearsedSite, cell: Cell, free: Collecti
     }
     only = None
     if left is not None:
-        closer = [name for name in free if name in readings and is_mended(readings[name], untouched["free"])]
-        only = [UNTOUCHED, *(name for name in closer if estimates[name].reliable)]
+        fixed = [name for name in readings if name in METHODS and not METHODS[name].trains and name != UNTOUCHED]
+        tried = [name for name in dict.fromkeys([*free, *fixed]) if name in readings]
+        only = [UNTOUCHED]
+        for name in tried:
+            if may_replace(name, estimates[name], readings[name], untouched["free"], record, site.samples):
+                only.append(name)
     name = estimator.choose(readings, site.samples, free, only)
     value = estimates[name].value if name != UNTOUCHED or left is None else None
     return replace(

@@ -601,11 +601,12 @@ def _look_at_shares(task: AdaptationTask, trial: Trial, record: Rehearsal) -> di
     facts: dict[str, Any] = {"changed": tell_change(found, record), "distance": trial.reading.measure_distance(record)}
     if trial.name == UNTOUCHED:
         free = compare_with_free_shares(task, trial)
+        assert task.profile is not None
         assert free is not None, "there are histograms of the classes"
         facts |= {
             "answers": predictions.class_shares(trial.reading.answers, len(record.shares)).tolist(),
             "free": {name: free.signals[name] for name in ("slices", "marginals")},
-            "unexplained": measure_unexplained(trial.signals, free.signals),
+            "unexplained": measure_unexplained(trial.reading, free, record, task.profile.bins),
             "expected": Estimator(record).estimate_with_shares(found).value,
         }
     return facts

@@ -947,11 +947,32 @@ class Estimator:
             return Estimate(None, None, None, record.metric, (reason,), (score, low, high))
         return Estimate(score, low, high, record.metric)
 
-    def estimate_with_shares(self, shares: Shares) -> Estimate:
+    def measure_hidden_loss(self, divergence: float, samples: int) -> float:
+        """Return the largest loss of the untouched model that a device of a small divergence had at home.
+
+        Args:
+            divergence: Divergence of the slices, beyond that of unshifted data.
+            samples: Number of samples at the site.
+        """
+        loss = 0.0
+        for size, weight in weigh_sizes(self.record.sizes, samples):
+            cells = Cells.of(self.record, UNTOUCHED, size)
+            if "slices" in cells.names:
+                slices = cells.signals[:, cells.names.index("slices")]
+                order = np.argsort(slices)
+                largest = np.maximum.accumulate(np.maximum(cells.home - cells.scores, 0.0)[order])
+                loss += weight * float(np.interp(divergence, slices[order] - slices.min(), largest))
+        return loss
+
+    def estimate_with_shares(self, shares: Shares, hidden: float = 0.0) -> Estimate:
         """Estimate the score of the untouched model if only class shares changed.
 
         Each class is predicted as well as at home. The interval covers sampling noise, the uncertainty of the shares,
         and the largest loss of a device change that would go unnoticed.
+
+        Args:
+            shares: Estimated class shares of the site.
+            hidden: Loss that what chance and shares leave of the divergence may hide; see `measure_hidden_loss`.
         """
         record = self.record
         values = torch.tensor(shares.values, dtype=torch.float64)
@@ -965,8 +986,8 @@ class Estimator:
         known = (record.confusion.double().diagonal() + 1) / (counts + 2)
         at_home = float((values.square() * known * (1 - known) / counts.clamp_min(1)).sum())
         chance = NORMAL_QUANTILE * math.sqrt(at_home + max(score * (1 - score), 1e-6) / shares.samples)
-        half = math.hypot(chance, unknown, AS_CERTAIN)
-        low, high = max(0.0, score - half), min(1.0, score + half)
+        half = math.hypot(chance, unknown, max(AS_CERTAIN, hidden))
+        low, high = max(0.0, score - half), min(1.0, score + math.hypot(chance, unknown, AS_CERTAIN))
         reasons = list(shares.reasons)
         if not reasons and half > self._widest(score):
             reasons.append(f"there are too few samples ({shares.samples})")

@@ -99,7 +99,7 @@ def shares(
         free = read(model, feed, profile, record, how.temperature, free_shares=True)
     found = estimate_shares(reading.outputs, record, seed)
     if found.distance > OTHER_SHARES_DISTANCE and not (
-        record.by_class and shares_explain(reading.signals, free.signals, record)
+        record.by_class and shares_explain(reading, free, record, profile.bins)
     ):
         return replace(found, reasons=(*found.reasons, NOT_EXPLAINED))
     return found
