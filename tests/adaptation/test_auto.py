@@ -24,9 +24,8 @@ from shiftmend.methods.fr import FR
 from shiftmend.methods.target_supervised import TargetSupervised
 from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal
 from shiftmend.stats.answers import Answers
-from shiftmend.verification.estimate import Estimate, Estimator
+from shiftmend.verification.estimate import Estimate, Estimator, learn_limits
 from shiftmend.verification.reading import Reading
-from shiftmend.verification.verdict import learn_limits
 
 OFFSET = torch.linspace(-2, 2, 8)
 DIVERGING = FR(epochs=2, learning_rate=1e30)

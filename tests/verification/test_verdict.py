@@ -18,8 +18,9 @@ from shiftmend.profiles.rehearsal import Rehearsal, RehearsedShift
 from shiftmend.stats.divergences import divergence, sampling_floor
 from shiftmend.stats.histograms import Bins, soft_histogram
 from shiftmend.stats.slices import Projector
+from shiftmend.verification.estimate import Limits, learn_limits
 from shiftmend.verification.signals import Tally, sample_positions
-from shiftmend.verification.verdict import FAILED, RESTORED, Limits, Verification, chance_of, learn_limits
+from shiftmend.verification.verdict import FAILED, RESTORED, Verification, chance_of
 
 
 @pytest.mark.parametrize(

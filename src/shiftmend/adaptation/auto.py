@@ -40,7 +40,7 @@ from shiftmend.verification.estimate import HOME_DEVIATIONS, Estimate, Estimator
 from shiftmend.verification.harm import OTHER_SHARES, answers_other_classes, find_worse_answers
 from shiftmend.verification.predictions import as_class_logits, skew, skew_by_chance
 from shiftmend.verification.reading import Reading, add_agreements, expect_chance, read, shares_explain
-from shiftmend.verification.verdict import Verification, learn_limits
+from shiftmend.verification.verdict import Verification
 
 logger = logging.getLogger(__name__)
 logger.addFilter(of_first_process)
@@ -238,12 +238,12 @@ def adapt_auto(
             beyond = free.signals["slices"] - expect_chance(free, record, task.profile.bins) / 2
             return _finish_with_other_shares(untouched, estimator, max(0.0, beyond))
         # A device may have made the model certain of wrong classes. Candidates that leave class shares free can tell.
-        # Training that assumes the shares of home finds them by pushing samples into other classes; the few numbers of
-        # a map of the inputs, or of BatchNorm's statistics, cannot.
+        # Whatever assumes the shares of home finds them by pushing samples into other classes, unless it has no more
+        # than the few numbers of a map of the inputs.
         methods = {
             name: method
             for name, method in methods.items()
-            if name == UNTOUCHED or method.frees_shares or not method.trains
+            if name == UNTOUCHED or method.frees_shares or (method.maps_inputs and not method.trains)
         }
     trials = _try_others(task, settings, methods, untouched)
     return _finish_rehearsed(task, trials, estimator, calibrate, settings.output, has_skew=has_skew, free=free)
@@ -322,8 +322,7 @@ def may_replace(
         return False
     if name in METHODS and METHODS[name].frees_shares:
         return True
-    limits = learn_limits(record, name, samples)
-    return limits is not None and signals["slices"] <= limits.restored and signals["marginals"] <= limits.marginals
+    return Estimator(record).looks_good(name, signals, samples)
 
 
 def _finish_with_other_shares(untouched: Trial, estimator: Estimator, beyond: float) -> Adaptation:

@@ -218,7 +218,7 @@ def _judge(estimator: Estimator, site: RehearsedSite, cell: Cell, free: Collecti
     }
     only = None
     if left is not None:
-        fixed = [name for name in readings if name in METHODS and not METHODS[name].trains and name != UNTOUCHED]
+        fixed = [name for name in readings if METHODS[name].maps_inputs and not METHODS[name].trains]
         tried = [name for name in dict.fromkeys([*free, *fixed]) if name in readings]
         only = [UNTOUCHED]
         for name in tried:

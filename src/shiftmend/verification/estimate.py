@@ -65,6 +65,11 @@ MAX_SIZE_RATIO = 16.0
 MAX_OUTSIDE = 0.02
 """Share of the features beyond the range of home, beyond chance, that other class shares can explain. Of five boards of
 gas sensors, which make a model wrong and certain, each had 0.08 or more; single classes at home had less than 0.01."""
+GOOD, POOR = 0.05, 0.1
+"""Loss of accuracy up to which a rehearsed model counts as good, and above which as poor. For the error of a regression
+they are fractions of the error at home."""
+LIMIT_MARGIN = 0.1
+"""Share by which a divergence may exceed the largest of good rehearsed models."""
 UNREHEARSED_DISTANCE = 0.07
 """Total variation between class shares from which on an estimate needs errors that were measured for other shares."""
 HOME_DEVIATIONS = 3.0
@@ -490,6 +495,7 @@ def choose(
     higher_is_better: bool = True,
     least: float = MIN_ERROR,
     widest: float = MAX_HALF_WIDTH,
+    unlike_good: Mapping[str, float] | None = None,
 ) -> str:
     """Choose the candidate with the best estimate; keep the untouched model unless another is clearly better.
 
@@ -498,6 +504,9 @@ def choose(
         higher_is_better: False for errors.
         least: Gain that is too small to count in any case.
         widest: Half of the widest interval that is worth telling. Beyond it, more gain is asked for.
+        unlike_good: Candidates whose features are not as close to home as those of good models in the rehearsal, with
+            the half-width of their estimate once chosen. If the best of all is one of them, and its estimate is too
+            wide to be told, the best of the others is kept.
 
     Returns:
         Name of the candidate.
@@ -517,7 +526,12 @@ def choose(
         share = GAIN_IN_WIDTHS if half <= widest else GAIN_IN_WIDE_WIDTHS
         if sign * (value - reference) > least + share * (half + around):
             clear[name] = sign * value
-    return max(clear, key=lambda name: clear[name]) if clear else UNTOUCHED
+    if not clear:
+        return UNTOUCHED
+    best = max(clear, key=lambda name: clear[name])
+    if unlike_good is None or unlike_good.get(best, 0.0) <= widest:
+        return best
+    return max(clear, key=lambda name: (name not in unlike_good, clear[name]))
 
 
 # ---- estimates at the site
@@ -539,6 +553,57 @@ def weigh_sizes(sizes: Sequence[int], samples: int) -> list[tuple[int, float]]:
     lower, share = int(place), place - int(place)
     both = [(lower, 1 - share), (min(lower + 1, len(sizes) - 1), share)]
     return [(size, weight) for size, weight in both if weight > 0]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the verdict that a rehearsal taught, for one method and number of samples.
+
+    Attributes:
+        restored: Divergence of the slices up to which features count as restored; 0 if good and poor models had the
+            same divergences.
+        failed: Divergence of the slices above which features count as not restored.
+        marginals: Largest divergence of single features and logits of good models.
+    """
+
+    restored: float
+    failed: float
+    marginals: float
+
+
+def learn_limits(record: Rehearsal, candidate: str | None, samples: int) -> Limits | None:
+    """Learn from a rehearsal which divergences good and poor models of a method had.
+
+    Features count as restored up to the largest divergence of good models that is below those of all poor ones, and
+    as not restored above all divergences of models that were not poor.
+
+    Args:
+        record: The rehearsal in the profile.
+        candidate: Name of the method; `source-only` for the untouched model.
+        samples: Number of samples at the site. Between two rehearsed sizes, limits are interpolated.
+
+    Returns:
+        The limits; None if the method or such a number of samples was not rehearsed, or no model was good.
+    """
+    if candidate not in record.candidates or not fits_sizes(record.sizes, samples):
+        return None
+    found = []
+    for size, weight in weigh_sizes(record.sizes, samples):
+        cells = Cells.of(record, candidate, size)
+        if not {"slices", "marginals"} <= set(cells.names):
+            return None
+        slices, marginals = (cells.signals[:, cells.names.index(name)] for name in ("slices", "marginals"))
+        loss = cells.home - cells.scores if record.higher_is_better else (cells.scores - cells.home) / cells.home
+        good, poor = loss <= GOOD, loss > POOR
+        if not good.any():
+            return None
+        least_poor = float(slices[poor].min()) if poor.any() else math.inf
+        below = good & (slices < least_poor)
+        restored = min(float((1 + LIMIT_MARGIN) * slices[below].max()), least_poor) if below.any() else 0.0
+        failed = max([float((1 + LIMIT_MARGIN) * slices[~poor].max()), *([least_poor] if poor.any() else [])])
+        most = float((1 + LIMIT_MARGIN) * marginals[below if below.any() else good].max())
+        found.append((weight, (restored, failed, most)))
+    return Limits(*(sum(weight * one[place] for weight, one in found) for place in range(3)))
 
 
 class Estimator:
@@ -685,7 +750,22 @@ class Estimator:
             )
         }
         least = Cells.of(self.record, UNTOUCHED, -1).least
-        return choose(held, self.record.higher_is_better, least, self._widest(self.record.score))
+        unlike_good = {
+            name: self._find_width_once_chosen(name, readings[name], samples)
+            for name in held
+            if not self.looks_good(name, readings[name], samples)
+        }
+        return choose(held, self.record.higher_is_better, least, self._widest(self.record.score), unlike_good)
+
+    def looks_good(self, candidate: str, signals: Mapping[str, float], samples: int) -> bool:
+        """Return whether a candidate's features are as close to home as those of good models in the rehearsal."""
+        limits = learn_limits(self.record, candidate, samples)
+        return limits is not None and signals["slices"] <= limits.restored and signals["marginals"] <= limits.marginals
+
+    def _find_width_once_chosen(self, candidate: str, signals: Mapping[str, float], samples: int) -> float:
+        prediction = self.predict(candidate, signals, samples)
+        assert prediction is not None
+        return self.find_width(candidate, signals, samples, prediction.difficulty, chosen=True)[0]
 
     def _is_overwhelming(
         self, value: float, untouched: tuple[float, float] | None, signals: Mapping[str, float]

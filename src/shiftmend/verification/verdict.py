@@ -22,18 +22,12 @@ from typing import Any, Literal
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import Rehearsal
 from shiftmend.stats.divergences import sampling_floor
-from shiftmend.verification.estimate import Cells, Estimate, fits_sizes, weigh_sizes
+from shiftmend.verification.estimate import Estimate, Limits, learn_limits
 
 RESTORED = 0.005
 """Divergence of the slices, beyond sampling noise, below which features count as restored."""
 FAILED = 0.01
 """Divergence of the slices, beyond sampling noise, above which features count as not restored."""
-
-GOOD, POOR = 0.05, 0.1
-"""Loss of accuracy up to which a rehearsed model counts as good, and above which as poor. For the error of a regression
-they are fractions of the error at home."""
-LIMIT_MARGIN = 0.1
-"""Share by which a divergence may exceed the largest of good rehearsed models."""
 
 _CHANCE = {1: (0.2, 2.25), 2: (0.3, 1.9)}
 Verdict = Literal["restored", "partly restored", "not restored", "undecided"]
@@ -50,57 +44,6 @@ def chance_of(units: int | None) -> tuple[float, float]:
         units: Number of features that vary at the source, if known.
     """
     return _CHANCE.get(units or 0, (0.5, 1.5))
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of the verdict that a rehearsal taught, for one method and number of samples.
-
-    Attributes:
-        restored: Divergence of the slices up to which features count as restored; 0 if good and poor models had the
-            same divergences.
-        failed: Divergence of the slices above which features count as not restored.
-        marginals: Largest divergence of single features and logits of good models.
-    """
-
-    restored: float
-    failed: float
-    marginals: float
-
-
-def learn_limits(record: Rehearsal, candidate: str | None, samples: int) -> Limits | None:
-    """Learn from a rehearsal which divergences good and poor models of a method had.
-
-    Features count as restored up to the largest divergence of good models that is below those of all poor ones, and
-    as not restored above all divergences of models that were not poor.
-
-    Args:
-        record: The rehearsal in the profile.
-        candidate: Name of the method; `source-only` for the untouched model.
-        samples: Number of samples at the site. Between two rehearsed sizes, limits are interpolated.
-
-    Returns:
-        The limits; None if the method or such a number of samples was not rehearsed, or no model was good.
-    """
-    if candidate not in record.candidates or not fits_sizes(record.sizes, samples):
-        return None
-    found = []
-    for size, weight in weigh_sizes(record.sizes, samples):
-        cells = Cells.of(record, candidate, size)
-        if not {"slices", "marginals"} <= set(cells.names):
-            return None
-        slices, marginals = (cells.signals[:, cells.names.index(name)] for name in ("slices", "marginals"))
-        loss = cells.home - cells.scores if record.higher_is_better else (cells.scores - cells.home) / cells.home
-        good, poor = loss <= GOOD, loss > POOR
-        if not good.any():
-            return None
-        least_poor = float(slices[poor].min()) if poor.any() else math.inf
-        below = good & (slices < least_poor)
-        restored = min(float((1 + LIMIT_MARGIN) * slices[below].max()), least_poor) if below.any() else 0.0
-        failed = max([float((1 + LIMIT_MARGIN) * slices[~poor].max()), *([least_poor] if poor.any() else [])])
-        most = float((1 + LIMIT_MARGIN) * marginals[below if below.any() else good].max())
-        found.append((weight, (restored, failed, most)))
-    return Limits(*(sum(weight * one[place] for weight, one in found) for place in range(3)))
 
 
 @dataclass(frozen=True)
