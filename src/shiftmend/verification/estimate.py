@@ -495,7 +495,7 @@ def choose(
     higher_is_better: bool = True,
     least: float = MIN_ERROR,
     widest: float = MAX_HALF_WIDTH,
-    unlike_good: Mapping[str, float] | None = None,
+    once_chosen: Mapping[str, tuple[int, float]] | None = None,
 ) -> str:
     """Choose the candidate with the best estimate; keep the untouched model unless another is clearly better.
 
@@ -504,9 +504,9 @@ def choose(
         higher_is_better: False for errors.
         least: Gain that is too small to count in any case.
         widest: Half of the widest interval that is worth telling. Beyond it, more gain is asked for.
-        unlike_good: Candidates whose features are not as close to home as those of good models in the rehearsal, with
-            the half-width of their estimate once chosen. If the best of all is one of them, and its estimate is too
-            wide to be told, the best of the others is kept.
+        once_chosen: For each candidate, how close its features are to home (2: as those of good models in the
+            rehearsal; 0: farther than those of all but poor ones; 1: between), and the half-width of its estimate once
+            chosen. If the best estimate is too wide to be told, closeness is compared first.
 
     Returns:
         Name of the candidate.
@@ -524,14 +524,17 @@ def choose(
             continue
         reference, around = told.get(UNTOUCHED, (-sign * math.inf, 0.0))
         share = GAIN_IN_WIDTHS if half <= widest else GAIN_IN_WIDE_WIDTHS
+        close, width = (2, 0.0) if once_chosen is None else once_chosen[name]
+        if close == 0 and width > widest:
+            continue
         if sign * (value - reference) > least + share * (half + around):
             clear[name] = sign * value
     if not clear:
         return UNTOUCHED
     best = max(clear, key=lambda name: clear[name])
-    if unlike_good is None or unlike_good.get(best, 0.0) <= widest:
+    if once_chosen is None or once_chosen[best][1] <= widest:
         return best
-    return max(clear, key=lambda name: (name not in unlike_good, clear[name]))
+    return max(clear, key=lambda name: (once_chosen[name][0], clear[name]))
 
 
 # ---- estimates at the site
@@ -750,22 +753,22 @@ class Estimator:
             )
         }
         least = Cells.of(self.record, UNTOUCHED, -1).least
-        unlike_good = {
-            name: self._find_width_once_chosen(name, readings[name], samples)
-            for name in held
-            if not self.looks_good(name, readings[name], samples)
-        }
-        return choose(held, self.record.higher_is_better, least, self._widest(self.record.score), unlike_good)
+        once_chosen = {name: self._describe_choice(name, readings[name], samples) for name in held}
+        return choose(held, self.record.higher_is_better, least, self._widest(self.record.score), once_chosen)
 
     def looks_good(self, candidate: str, signals: Mapping[str, float], samples: int) -> bool:
         """Return whether a candidate's features are as close to home as those of good models in the rehearsal."""
         limits = learn_limits(self.record, candidate, samples)
         return limits is not None and signals["slices"] <= limits.restored and signals["marginals"] <= limits.marginals
 
-    def _find_width_once_chosen(self, candidate: str, signals: Mapping[str, float], samples: int) -> float:
-        prediction = self.predict(candidate, signals, samples)
+    def _describe_choice(self, candidate: str, signals: Mapping[str, float], samples: int) -> tuple[int, float]:
+        """Return closeness to home and half-width of a candidate, as `choose` takes them."""
+        prediction, limits = self.predict(candidate, signals, samples), learn_limits(self.record, candidate, samples)
         assert prediction is not None
-        return self.find_width(candidate, signals, samples, prediction.difficulty, chosen=True)[0]
+        half, _ = self.find_width(candidate, signals, samples, prediction.difficulty, chosen=True)
+        if self.looks_good(candidate, signals, samples):
+            return 2, half
+        return int(limits is None or signals["slices"] <= limits.failed), half
 
     def _is_overwhelming(
         self, value: float, untouched: tuple[float, float] | None, signals: Mapping[str, float]
