@@ -698,7 +698,9 @@ def _tabulate_benchmarks(judged: Sequence[Row], names: Sequence[str]) -> list[st
             if not rows:
                 continue
             told, every, before = Summary.of(_told(rows)), Summary.of(rows), Summary.of(_told(rows, "before"), "before")
-            error_before = f"{before.error:.1f} ({before.cases} told, {before.held:.0f} % held)" if before.cases else "–"
+            error_before = "–"
+            if before.cases:
+                error_before = f"{before.error:.1f} ({before.cases} told, {before.held:.0f} % held)"
             lines.append(
                 f"| {name} | {battery} | {told.cases} of {len(rows)} | {told.error:.1f}, {every.error:.1f} | "
                 f"{told.held:.0f} %, {every.held:.0f} % | {told.half_width:.1f}, {every.half_width:.1f} | "
