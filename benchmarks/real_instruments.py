@@ -2,7 +2,7 @@
 
     python benchmarks/real_instruments.py --data-root DATA --page docs/results/real-instruments.md
     python benchmarks/real_instruments.py --data-root DATA --rows twin-gas --seeds 0 1
-    python benchmarks/real_instruments.py --data-root DATA --workers 15 --time-limit 12
+    python benchmarks/real_instruments.py --data-root DATA --parts auto --profiles FOLDER --workers 15 --time-limit 12
 
 Nothing is simulated here but the rehearsal. `ROWS` lists the benchmarks: `tablets` (two near-infrared spectrometers, a
 regression), `twin-gas` (five boards of gas sensors), `phone-watch` (two motion sensors at two places of the body). A
@@ -10,7 +10,7 @@ small network is trained at one device, its home, and meets another, its site, w
 seen. Each cell, a home with a site and a seed, has one score for each column: methods of shiftmend by themselves,
 `auto` with a rehearsed profile, and what the field uses. A cell that is in the file of results is not measured again,
 so the script can be stopped at any time. A home with its sites takes from one to six minutes on one core; `--workers`
-measures several at once, one process each.
+measures several at once, one process each. `--profiles` keeps rehearsed profiles, which another rule of `auto` can use.
 """
 
 from __future__ import annotations
@@ -520,25 +520,41 @@ def list_jobs(names: Sequence[str], seeds: Sequence[int], parts: Sequence[str], 
                 yield Job(name, home, seed, missing)
 
 
-def measure(job: Job, root: Path) -> Iterator[tuple[tuple[Any, ...], Row]]:
+def measure(job: Job, root: Path, profiles: Path | None = None) -> Iterator[tuple[tuple[Any, ...], Row]]:
     """Yield key and values of each missing row of a home."""
     benchmark = ROWS[job.name]
     home = benchmark.open_home(root, job.seed, job.home)
     profile = shiftmend.profile(home.model, home.trained[0], gaussian="full", progress=False)
-    rehearsed = None
+    rehearsed: dict[int, shiftmend.Profile] = {}
     for part, site in job.missing:
         if part == "auto":
-            size = len(home.sites[site][0])
-            rehearsed = rehearsed or shiftmend.rehearse(
-                home.model, home.held_out, profile, site_size=size, seed=job.seed, progress=False
-            )
-            found = measure_auto(home, site, rehearsed)
+            # A rehearsal cannot draw sites that are larger than home.
+            size = min(len(home.sites[site][0]), len(home.held_out[0]))
+            stored = None if profiles is None else profiles / f"{job.name}-{job.home}-{job.seed}-{size}.profile"
+            if size not in rehearsed:
+                rehearsed[size] = rehearse(home, profile, size, stored)
+            found = measure_auto(home, site, rehearsed[size])
         else:
             found = measure_alone(home, site, benchmark.baseline, profile)
         yield (job.name, job.home, site, job.seed, part), found
 
 
-def run(jobs: Sequence[Job], root: Path, file: RowFile, workers: int, seconds: float) -> None:
+def rehearse(home: Home, profile: shiftmend.Profile, size: int, stored: Path | None) -> shiftmend.Profile:
+    """Rehearse a home for sites of a size, unless that was done for the same network."""
+    if stored is not None and stored.exists():
+        found = shiftmend.Profile.load(stored)
+        found.check_weights(home.model)
+        return found
+    found = shiftmend.rehearse(home.model, home.held_out, profile, site_size=size, seed=home.seed, progress=False)
+    if stored is not None:
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        found.save(stored)
+    return found
+
+
+def run(
+    jobs: Sequence[Job], root: Path, file: RowFile, workers: int, seconds: float, profiles: Path | None = None
+) -> None:
     """Measure jobs by processes of one thread each, and write each row as it comes, until the time is over."""
     context = multiprocessing.get_context("spawn")
     waiting, found = context.Queue(), context.Queue()
@@ -546,7 +562,8 @@ def run(jobs: Sequence[Job], root: Path, file: RowFile, workers: int, seconds: f
         waiting.put(job)
     for _ in range(workers):
         waiting.put(None)
-    processes = [context.Process(target=_work, args=(waiting, found, root), daemon=True) for _ in range(workers)]
+    shared = waiting, found, root, profiles
+    processes = [context.Process(target=_work, args=shared, daemon=True) for _ in range(workers)]
     for process in processes:
         process.start()
     end = time.monotonic() + seconds
@@ -567,11 +584,11 @@ def run(jobs: Sequence[Job], root: Path, file: RowFile, workers: int, seconds: f
             process.terminate()
 
 
-def _work(waiting: Any, found: Any, root: Path) -> None:
+def _work(waiting: Any, found: Any, root: Path, profiles: Path | None) -> None:
     prepare_process()
     while (job := waiting.get()) is not None:
         try:
-            for row in measure(job, root):
+            for row in measure(job, root, profiles):
                 found.put(row)
         except Exception as error:
             # One home that fails must not end the others.
@@ -837,6 +854,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("results/real-instruments.json"))
     parser.add_argument("--page", type=Path, help="write the page from what was measured, and measure nothing")
     parser.add_argument("--notes", type=Path, default=Path("docs/results/notes/real-instruments.md"))
+    parser.add_argument("--profiles", type=Path, help="folder where rehearsed profiles are kept")
     parser.add_argument("--workers", type=int, default=1, help="processes, of one thread each")
     parser.add_argument("--time-limit", type=float, default=math.inf, metavar="MINUTES", help="stop after that long")
     options = parser.parse_args(arguments)
@@ -847,7 +865,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_atomically(options.page, write_page(file.rows, notes).encode())
         return
     jobs = [*list_jobs(options.rows, options.seeds, options.parts, file)]
-    run(jobs, options.data_root, file, options.workers, 60 * options.time_limit)
+    run(jobs, options.data_root, file, options.workers, 60 * options.time_limit, options.profiles)
 
 
 if __name__ == "__main__":

@@ -161,6 +161,7 @@ def test_the_untouched_model_wins_a_tie(monkeypatch: pytest.MonkeyPatch) -> None
         return None if told is None else replace(told, value=0.8)
 
     monkeypatch.setattr(Estimator, "predict", alike)
+    monkeypatch.setattr(Estimator, "_bound_by_agreement", lambda *_, **__: None)
     monkeypatch.setattr(Estimator, "estimate", lambda *_, **__: same)
     result = adapt(shifted().inputs)
     assert_untouched(result)

@@ -689,3 +689,136 @@ def test_answers_more_like_home_than_ever_are_no_reason_for_doubt() -> None:
     assert estimate._check_range(rehearsed, "skew", -0.03, 0.0) is None
     assert estimate._check_range(rehearsed, "confidence", -0.03, 0.0) is not None
     assert "other classes" in str(estimate._check_range(rehearsed, "skew", 0.2, 0.0))
+
+
+# ---- the untouched model's score from its agreement with an adapted one
+
+
+def answer(accuracy: float, labels: Any, rng: np.random.Generator, beside: Any = None) -> Any:
+    """Draw answers of a model to ten classes; right ones are mostly those that another model has right, too."""
+    hard = rng.random(len(labels)) if beside is None else (beside != labels) + 0.7 * rng.random(len(labels))
+    right = np.argsort(np.argsort(hard)) < accuracy * len(labels)
+    return np.where(right, labels, (labels + rng.integers(1, 10, len(labels))) % 10)
+
+
+def agreeing_record(seed: int = 0, samples: int = 4000) -> tuple[Rehearsal, list[dict[str, float]]]:
+    """Return a record whose untouched model tells nothing by itself, and its agreement in each shift with `bufr`."""
+    rng = np.random.default_rng(seed)
+    record = make_record(seed, families=13, signals=("slices", "agreement with bufr"), cross_fitted=False)
+    scores, values = record.scores.clone(), record.values.clone().float()
+    for place, before in enumerate(rng.uniform(0.1, 0.9, len(record.shifts))):
+        labels = rng.integers(0, 10, samples)
+        mended = answer(rng.uniform(0.86, 0.94), labels, rng)
+        untouched = answer(before, labels, rng, mended)
+        scores[place, 0] = torch.tensor([(untouched == labels).mean(), (mended == labels).mean()])
+        values[place, 0, 0] = torch.tensor([rng.uniform(), (untouched == mended).mean()])
+        values[place, 0, 1] = torch.tensor([rng.uniform(0, 0.02), math.nan])
+    record = cross_fit(replace(record, scores=scores, values=values))
+    return record, [signals_of(record, place) for place in range(len(record.shifts))]
+
+
+def test_the_untouched_model_is_told_from_its_agreement_with_a_good_one() -> None:
+    record, signals = agreeing_record()
+    held, errors = [], []
+    for place, shift in enumerate(record.shifts):
+        estimator = Estimator(record).leave_out(shift.family)
+        before, after = record.scores[place, 0].tolist()
+        own = Estimate(None, None, None, "accuracy", ("the signals leave too much open",))
+        told = estimator.estimate_before(
+            own, Estimate(after, after - 0.02, after + 0.02, "accuracy"), "bufr", signals[place], 4000
+        )
+        assert told.value is not None
+        assert told.low is not None
+        assert told.high is not None
+        held.append(told.low <= before <= told.high)
+        errors.append(abs(told.value - before))
+        assert told.high - told.low < 0.2
+    assert np.mean(held) >= 0.9
+    assert np.mean(errors) < 0.02
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6))
+def test_at_other_class_shares_the_bound_holds_whatever_was_rehearsed(seed: int) -> None:
+    record, _ = agreeing_record()
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, 10, 5000)
+    mended = answer(rng.uniform(0.85, 1.0), labels, rng)
+    untouched = np.where(rng.random(5000) < rng.uniform(), mended, rng.integers(0, 10, 5000))
+    before, after = (float((answers == labels).mean()) for answers in (untouched, mended))
+    signals = {"slices": 0.5, "agreement with bufr": float((untouched == mended).mean())}
+    ends = after - 0.01, after, after + 0.01
+    bound = Estimator(record)._bound_by_agreement("bufr", signals, 5000, ends, distance=0.5)
+    assert bound is not None
+    low, value, high = bound
+    assert low - 1e-9 <= before <= high + 1e-9
+    assert low <= value <= high
+
+
+def test_the_narrower_interval_of_the_untouched_model_is_told() -> None:
+    record, signals = agreeing_record()
+    estimator, after = Estimator(record), Estimate(0.9, 0.88, 0.92, "accuracy")
+    narrow, wide = (Estimate(0.4, 0.4 - half, 0.4 + half, "accuracy") for half in (0.001, 0.09))
+    assert estimator.estimate_before(narrow, after, "bufr", signals[0], 4000) is narrow
+    assert estimator.estimate_before(wide, after, "bufr", signals[0], 4000) is not wide
+    # Nothing is known without an estimate of the adapted model, or without their agreement.
+    withheld = Estimate(None, None, None, "accuracy", ("too few samples",))
+    assert estimator.estimate_before(wide, withheld, "bufr", signals[0], 4000) is wide
+    assert estimator.estimate_before(wide, after, "bufr", {"slices": 0.5}, 4000) is wide
+    assert estimator.estimate_before(wide, after, "adabn", signals[0], 4000) is wide
+    assert estimator.estimate_before(wide, after, "bufr", signals[0] | {"slices": math.nan}, 4000) is wide
+
+
+def test_errors_of_a_regression_obey_the_triangle_inequality() -> None:
+    rng = np.random.default_rng(0)
+    record = make_record(families=13, signals=("slices", "agreement with bufr"), cross_fitted=False)
+    scores, values = record.scores.clone(), record.values.clone().float()
+    truth = rng.normal(size=3000)
+    for place in range(len(record.shifts)):
+        mended = truth + 0.3 * rng.normal(size=3000)
+        untouched = truth + rng.uniform(0.3, 2) * rng.normal(size=3000) + rng.uniform(0, 2)
+        errors = [float(np.sqrt(np.square(one - truth).mean())) for one in (untouched, mended)]
+        scores[place, 0] = torch.tensor(errors)
+        apart = float(np.sqrt(np.square(untouched - mended).mean()))
+        values[place, 0, 0] = torch.tensor([rng.uniform(), -apart])
+        assert abs(errors[0] - apart) <= errors[1] + 1e-9
+    record = replace(record, task="quantities", score=0.3, scores=scores, values=values, output_deviation=torch.ones(1))
+    estimator = Estimator(record)
+    for place in range(len(record.shifts)):
+        before, after = record.scores[place, 0].tolist()
+        bound = estimator._bound_by_agreement(
+            "bufr", signals_of(record, place), 3000, (0.9 * after, after, 1.1 * after), distance=0.5
+        )
+        assert bound is not None
+        assert bound[0] <= before <= bound[2]
+
+
+def test_a_candidate_is_compared_with_what_its_agreement_tells_of_the_untouched_model() -> None:
+    record, signals = agreeing_record()
+    estimator = Estimator(record)
+    place = int(record.scores[:, 0, 0].argmin())
+    readings = {UNTOUCHED: signals[place], "bufr": signals_of(record, place, "bufr")}
+    # By its own maps alone, the untouched model might be anything.
+    alone = {name: one for name, one in signals[place].items() if name == "slices"}
+    own = estimator.predict(UNTOUCHED, alone, 1000)
+    assert own is not None
+    assert estimator.find_width(UNTOUCHED, alone, 1000, own.difficulty)[0] > 0.3
+    assert estimator.choose(readings, 1000) == "bufr"
+    found = estimator._find_references({UNTOUCHED: (own.value, 0.5), "bufr": (0.9, 0.02)}, readings, 1000)
+    assert found["bufr"][0] == pytest.approx(float(record.scores[place, 0, 0]), abs=0.05)
+    assert found["bufr"][1] < 0.1
+    # The references of other candidates do not count.
+    both = {UNTOUCHED: told(0.7, 0.5), "bufr": told(0.9, 0.02)}
+    assert choose(both) == "bufr"
+    assert choose(both, references={"bufr": (0.899, 0.01)}) == UNTOUCHED
+    assert choose(both, references={"adabn": (0.899, 0.01)}) == "bufr"
+
+
+def test_where_no_number_can_be_told_features_close_to_home_come_first() -> None:
+    every = {UNTOUCHED: told(0.3, 0.05), "adabn": told(0.8), "bufr": told(0.9)}
+    narrow, wide = 0.05, 0.3
+    assert choose(every, once_chosen={"adabn": (2, narrow), "bufr": (1, narrow)}) == "bufr"
+    assert choose(every, once_chosen={"adabn": (2, wide), "bufr": (1, wide)}) == "adabn"
+    assert choose(every, once_chosen={"adabn": (1, wide), "bufr": (0, wide)}) == "adabn"
+    assert choose(every, once_chosen={"adabn": (0, wide), "bufr": (0, wide)}) == UNTOUCHED
+    assert choose(every, once_chosen={"adabn": (0, narrow), "bufr": (0, narrow)}) == "bufr"
