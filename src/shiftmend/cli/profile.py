@@ -182,7 +182,14 @@ def mix(
 
 
 def check_key(sign: Path | None) -> None:
-    """Refuse a key that cannot sign, before the work."""
+    """Check that the private key of `--sign` can be used, so that a wrong key fails before anything is computed.
+
+    Args:
+        sign: Path of the private key; None to sign nothing.
+
+    Raises:
+        ShiftmendError: If the file cannot be read or is not an Ed25519 key.
+    """
     from shiftmend.utils.signing import load_key
 
     if sign is not None:
@@ -225,7 +232,11 @@ def _check_weights_place(place: Path, out: Path) -> None:
 
 
 def check_place(out: Path, weights: Path | None = None) -> None:
-    """Refuse to overwrite anything except a profile."""
+    """Check that `--out` names a new file or an existing profile, and not the file of the weights.
+
+    Raises:
+        DataError: If the file exists and is not a profile, or is a folder.
+    """
     from shiftmend.errors import ProfileError
     from shiftmend.profiles.profile import Profile
 

@@ -183,7 +183,7 @@ def check_labels(
     device: str,
     ignore_label: int | None = None,
 ) -> None:
-    """Refuse labels that the model cannot be scored with, before the work."""
+    """Score the model on a few inputs, so that wrong labels fail before the long part of a command."""
     import shiftmend
     from shiftmend.cli.loading import pick_telling_rows
 
@@ -358,6 +358,14 @@ def evaluate(
 
 
 def scores_json(scores: Any) -> dict[str, Any]:
-    """Summarise scores for `--json`, without the reliability bins."""
+    """Convert scores to a dict for `--json`.
+
+    Args:
+        scores: Scores of a classifier or a regression.
+
+    Returns:
+        The scores by name, without the reliability bins and empty entries. For several quantities, `quantities` lists
+        such a dict for each.
+    """
     found = {name: value for name, value in vars(scores).items() if name != "reliability" and value != ()}
     return found | ({"quantities": [scores_json(one) for one in scores.quantities]} if "quantities" in found else {})

@@ -85,7 +85,11 @@ class RegressionMetrics(Sums):
         return torch.cat([total[: 3 + 2 * len(mean)], mean + step * share, spread])
 
     def compute(self) -> RegressionScores:
-        """Return the scores of all batches; raise DataError if there are none, or if a value is not finite."""
+        """Return the scores of all batches.
+
+        Raises:
+            DataError: If no batch was added, or a prediction or target is not finite.
+        """
         count, not_finite, fractions, *sums = self._read()
         refuse(not_finite, self._samples, "predictions or targets that are not finite")
         number = math.prod(self._sample_shape or ())

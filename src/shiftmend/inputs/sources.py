@@ -351,7 +351,15 @@ def _list_axes(inputs: Inputs) -> list[tuple[str, int]]:
 
 
 def check_labels(labels: Tensor | None, what: str) -> Tensor:
-    """Return the labels; raise if there are none, since an evaluation needs them."""
+    """Return the labels that an evaluation needs.
+
+    Args:
+        labels: Labels of a batch or a source, or None.
+        what: Name of the data in the error message.
+
+    Raises:
+        DataError: If there are no labels.
+    """
     if labels is None:
         raise DataError(
             f"Expected labels in the {what}, got none. Pass (inputs, labels), or dicts with labels under "
@@ -361,7 +369,15 @@ def check_labels(labels: Tensor | None, what: str) -> Tensor:
 
 
 def check_preprocessed(result: Any, inputs: Inputs) -> Inputs:
-    """Return the result of `preprocess` for a batch; refuse anything but inputs with the same number of samples."""
+    """Check the result of a user's `preprocess` for a batch, and return it as inputs.
+
+    Args:
+        result: What `preprocess` returned.
+        inputs: The batch that `preprocess` received.
+
+    Raises:
+        DataError: If the result is no tensor, dict or tuple of inputs, or has another number of samples.
+    """
     if isinstance(result, Tensor) and result.shape[:1] == (len(inputs),):
         return result
     if isinstance(result, Mapping | tuple):

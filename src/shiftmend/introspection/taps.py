@@ -93,14 +93,30 @@ class Tap:
 
 
 class Recorder:
-    """Recorder of the activations at the taps in one forward pass. Reading clears it."""
+    """Store for the activations at taps during one forward pass; `attach_taps` creates it and fills it by hooks.
+
+    `read` returns the activations and clears the store for the next forward pass.
+
+    Args:
+        taps: Taps to record, by name.
+    """
 
     def __init__(self, taps: Mapping[str, Tap]) -> None:
         self._taps = taps
         self._seen: dict[str, list[Tensor]] = {name: [] for name in taps}
 
     def record(self, name: str, value: Any) -> None:
-        """Record the input or output of a tap's module."""
+        """Add a copy of a value that the module of a tap received or returned.
+
+        Calls for the same tap add up, so that `read` can refuse a module that ran more than once.
+
+        Args:
+            name: Name of the tap.
+            value: Input or output of the module. The `entry` of the tap selects one tensor of a tuple or dict.
+
+        Raises:
+            TapError: If no tensor can be selected.
+        """
         tap = self._taps[name]
         tensor = pick(value, tap.entry, f"module {tap.module!r} of tap {name!r}", "Tap(..., entry={!r})")
         self._seen[name].append(tensor.clone())

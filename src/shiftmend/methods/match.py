@@ -58,7 +58,16 @@ class MatchMean(Method):
         attach_input_map(model, ones, torch.zeros_like(ones))
 
     def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Inputs], profile: Profile | None) -> None:
-        """Compute the statistics of all inputs in one pass, and attach the map that matches them to the source."""
+        """Compute the inputs' moments in one pass, and set the model's input map to match them to the source's.
+
+        Args:
+            model: The model to which `begin` has attached an identity map. Its input map is overwritten in place.
+            batches: All inputs of the site, in batches.
+            profile: Profile with the moments of the source's inputs.
+
+        Raises:
+            AdaptationError: If the profile lacks moments of the inputs, or the inputs are not finite or vary in shape.
+        """
         tracker = MomentTracker()
         for batch in batches:
             tracker.update(_one_tensor(batch, self.name))
@@ -113,7 +122,7 @@ class MatchHistogram(Method):
         attach_input_curve(model, knots, torch.zeros_like(knots))
 
     def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Inputs], profile: Profile | None) -> None:
-        """Compute the quantiles of all inputs in one pass, and attach the curves that match them to the source."""
+        """Compute the inputs' quantiles in one pass, and set the model's input curves to match them to the source's."""
         tracker, sample = QuantileTracker(), torch.empty(0)
         for batch in batches:
             sample = _one_tensor(batch, self.name)

@@ -45,7 +45,7 @@ class MatchFR(FR):
         _MATCHING.begin(model, sample, profile)
 
     def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Inputs], profile: Profile | None) -> None:
-        """Compute the moments of all inputs in one pass, and attach the map that matches them to the source."""
+        """Compute the inputs' moments in one pass, and set the model's input map to match them to the source's."""
         _MATCHING.adapt_to_inputs(model, batches, profile)
 
 

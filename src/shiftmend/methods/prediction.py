@@ -54,7 +54,11 @@ class Prediction(Method):
         return self.learning_rate or network.published(self.name) or self.default_rate
 
     def logits(self, activations: Activations) -> Tensor:
-        """Return the class logits of the batch; raise if the model has a single output instead of classes."""
+        """Return the class logits of the batch.
+
+        Raises:
+            AdaptationError: If the model has one output instead of one for each class.
+        """
         logits = activations["logits"]
         if logits.shape[1] < 2:
             raise AdaptationError(

@@ -16,11 +16,19 @@ from shiftmend.profiles.profile import Profile
 
 
 def centroid_labels(embedding: Tensor, logits: Tensor) -> Tensor:
-    """Return the class of the nearest centroid for each of N samples, by cosine distance, refined once.
+    """Assign each sample to the class of the nearest centroid by cosine distance.
 
-    Embeddings `[N, D]` get a constant 1 appended and are normalised to unit length. Centroids are first means weighted
-    by the predicted probabilities, then means of the samples assigned to them. Classes that are predicted for no
-    sample, or lose all their samples on the way, are left out.
+    A constant 1 is appended to each embedding, which is then normalised to unit length. The first centroids are means
+    weighted by the predicted probabilities. The second centroids are means of the samples nearest to each first one,
+    and each sample gets the class of the nearest second centroid. Classes that are predicted for no sample, or whose
+    first centroid is nearest to none, get no sample.
+
+    Args:
+        embedding: Embeddings `[N, D]`.
+        logits: Logits `[N, K]` of K classes.
+
+    Returns:
+        Classes `[N]`, int64.
     """
     probabilities = torch.softmax(logits.float(), dim=1)
     points = functional.normalize(functional.pad(embedding.float(), (0, 1), value=1.0), dim=1)

@@ -370,7 +370,19 @@ class Profile:
 
 
 def as_profile(given: Profile | str | os.PathLike[str], what: str = "the profile", trust: str | None = None) -> Profile:
-    """Return a profile, or load it if a path is given; refuse anything else."""
+    """Return a given profile, or load the profile of a given path.
+
+    Args:
+        given: A profile, which is returned as it is, or the path of its file.
+        what: Name of the argument in the error message.
+        trust: Public key that a file must be signed with. By default any file is read.
+
+    Returns:
+        The profile.
+
+    Raises:
+        ProfileError: If `given` is neither a profile nor a path, or the file cannot be used.
+    """
     if isinstance(given, str | os.PathLike):
         return Profile.load(given, trust=trust)
     if not isinstance(given, Profile):

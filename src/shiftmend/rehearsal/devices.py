@@ -69,7 +69,7 @@ class ImageHome:
 
     @classmethod
     def measure(cls, images: Tensor) -> ImageHome:
-        """Measure images `[N, C, H, W]`."""
+        """Measure range, mean and background of each channel of images `[N, C, H, W]`."""
         sample = _thin(images)
         low, high = sample.amin((0, 2, 3), keepdim=True), sample.amax((0, 2, 3), keepdim=True)
         unit = (sample - low) / without_zeros(high - low)
@@ -89,7 +89,7 @@ class SignalHome:
 
     @classmethod
     def measure(cls, signals: Tensor) -> SignalHome:
-        """Measure signals `[N, C, L]`."""
+        """Measure mean, standard deviation and largest deviation of each channel of signals `[N, C, L]`."""
         sample = _thin(signals)
         mean = sample.mean((0, 2), keepdim=True)
         scale = sample.std((0, 2), keepdim=True, unbiased=False)
@@ -110,7 +110,7 @@ class TableHome:
 
     @classmethod
     def measure(cls, table: Tensor) -> TableHome:
-        """Measure a table `[N, D]`."""
+        """Measure mean, standard deviation and quantiles of each column of a table `[N, D]`."""
         sample = _thin(table)
         mean = sample.mean(0, keepdim=True)
         scale = sample.std(0, keepdim=True, unbiased=False)

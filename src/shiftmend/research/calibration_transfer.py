@@ -33,23 +33,27 @@ class Transfer:
 
 
 def direct_standardisation(home: Floats, site: Floats, components: int) -> Transfer:
-    """Fit each wavelength of home to the whole spectrum of the site, by the main components of the transfer samples.
+    """Fit a linear map from spectra of the site to spectra of home, by principal component regression.
+
+    Each wavelength of home is regressed on all wavelengths of the site, over the transfer samples.
 
     Args:
         home: Spectra `[T, D]` of the transfer samples, measured at home.
         site: Spectra `[T, D]` of the same samples in the same order, measured at the site.
-        components: Largest number of components of the centred spectra of the site.
+        components: Largest number of principal components of the centred spectra of the site.
 
     Returns:
-        The map from the site to home.
+        The map, to be called with spectra of the site.
 
     Raises:
         DataError: If the spectra are not pairs of at least two samples.
 
     Example:
         >>> home = np.array([[0.0, 1.0], [2.0, 0.0], [1.0, 3.0]])
-        >>> np.round(direct_standardisation(home, 2 * home + 1, 2)(2 * home + 1) - home, 6).any()
-        np.False_
+        >>> site = 2 * home + 1
+        >>> to_home = direct_standardisation(home, site, components=2)
+        >>> np.allclose(to_home(site), home)
+        True
     """
     home, site = _as_pairs(home, site)
     matrix = _regress(site - site.mean(0), home - home.mean(0), components)
@@ -57,12 +61,14 @@ def direct_standardisation(home: Floats, site: Floats, components: int) -> Trans
 
 
 def piecewise_direct_standardisation(home: Floats, site: Floats, components: int, half_width: int) -> Transfer:
-    """Fit each wavelength of home to a window of the site's spectrum around the same wavelength.
+    """Fit a linear map from spectra of the site to spectra of home, window by window.
+
+    Each wavelength of home is regressed on the principal components of the site's spectrum around that wavelength.
 
     Args:
         home: Spectra `[T, D]` of the transfer samples, measured at home.
         site: Spectra `[T, D]` of the same samples in the same order, measured at the site.
-        components: Largest number of components of each centred window.
+        components: Largest number of principal components of each centred window.
         half_width: Number of wavelengths of the window on either side; the window is cut at the ends of the spectrum.
 
     Returns:
@@ -116,7 +122,7 @@ def _as_pairs(home: Floats, site: Floats) -> tuple[Floats, Floats]:
 
 
 def _regress(inputs: Floats, outputs: Floats, components: int) -> Floats:
-    """Return the coefficients of a regression on the main components of centred inputs."""
+    """Return the coefficients of a regression on the principal components of centred inputs."""
     left, values, right = np.linalg.svd(inputs, full_matrices=False)
     kept = (values > RELATIVE_RANK * values.max(initial=0.0)) & (np.arange(len(values)) < components)
     return np.asarray(right[kept].T @ ((left[:, kept].T @ outputs) / values[kept, None]))

@@ -36,7 +36,7 @@ WEAK_EDGE, STRONG_EDGE = 0.1, 0.2
 
 @on_grey
 def brightness(images: Tensor, *, generator: torch.Generator | None = None, shift: float) -> Tensor:
-    """Add a constant to the brightness. The published generator does the same by way of HSV."""
+    """Add a constant to the brightness. The generator of MNIST-C gets the same result through HSV."""
     return to_levels(to_unit(images, torch.float64) + shift)
 
 
@@ -228,9 +228,25 @@ def spatter(
     threshold: float,
     mask_sigma: float,
 ) -> Tensor:
-    """Splash dark grey where smoothed noise exceeds a threshold, with soft edges cut off below 0.8.
+    """Splash dark grey mud over the pixels where smoothed Gaussian noise exceeds a threshold.
 
-    In the published generator all five severities are mud, although its table marks the first three as water.
+    The edges of the splashes are blurred, and an opacity below 0.8 becomes 0. The generator of MNIST-C splashes mud at
+    all five severities, although its table of parameters marks the first three as water.
+
+    Args:
+        images: uint8 images `[N, 1, H, W]`, or `[N, 3, H, W]` with equal channels.
+        generator: Generator of the noise.
+        mean: Mean of the noise.
+        deviation: Standard deviation of the noise before smoothing.
+        sigma: Standard deviation of the Gaussian that smooths the noise, in pixels.
+        threshold: Level of the smoothed noise above which a pixel is splashed.
+        mask_sigma: Standard deviation of the Gaussian that blurs the edges of the splashes, in pixels.
+
+    Returns:
+        The splashed images, uint8, in the shape of `images`.
+
+    Raises:
+        DataError: If the images are not uint8, not grey, or too small.
     """
     noise = primitives.gaussian_blur(normal(images.shape, mean, deviation, generator), sigma)
     mud = primitives.gaussian_blur((noise > threshold).float(), mask_sigma)

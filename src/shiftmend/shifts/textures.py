@@ -40,16 +40,26 @@ Field = NDArray[np.floating[Any]]
 
 
 def texture(name: str, folder: Folder = None) -> Tensor:
-    """Load one texture, uint8 `[3, H, W]`: bricks, crystals, grass, oranges or sky."""
+    """Load one texture, uint8 `[3, H, W]`: bricks, crystals, grass, oranges or sky. Without a folder, draw it."""
     _, picture = _texture(name, folder)
     return picture
 
 
 def frost(folder: Folder = None) -> list[Tensor]:
-    """Load the five frost pictures at the scale of CIFAR-C, uint8 `[3, H, W]` each.
+    """Load or draw the five frost pictures at the scale of CIFAR-C.
 
-    The original photographs are recognised by their size and reduced as they were for CIFAR-C: every fifth pixel,
-    beginning with the third. Smaller pictures are taken to be reduced already.
+    Original photographs, which are at least 200 pixels high and wide, are reduced as for CIFAR-C: to every fifth pixel,
+    beginning with the third. Smaller pictures count as reduced.
+
+    Args:
+        folder: Folder with `frost1.png` to `frost5.png`, in it or in its sub-folder `frost`. By default, stand-ins are
+            drawn.
+
+    Returns:
+        Five pictures, uint8 `[3, H, W]` each.
+
+    Raises:
+        DataError: If a picture is missing or cannot be read.
     """
     return [picture for _, picture in _frost(folder)]
 
@@ -57,13 +67,13 @@ def frost(folder: Folder = None) -> list[Tensor]:
 def photographs(folder: Folder = None) -> list[Tensor]:
     """Load all photographs of the folder in the order of their names, uint8 `[3, H, W]` each.
 
-    Without a folder, the five built-in textures stand in, in all six orders of their colour channels.
+    Without a folder, the five built-in textures are returned instead, in all six orders of their colour channels.
     """
     return [picture for _, picture in _photographs(folder)]
 
 
 def photograph_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """List the files that `photographs` reads; hidden files are passed over."""
+    """List the files that `photographs` reads; hidden files are ignored."""
     place = _photograph_folder(_resolve_folder(folder))
     return sorted(path for path in place.iterdir() if path.suffix.lower() in SUFFIXES and not path.name.startswith("."))
 

@@ -86,7 +86,7 @@ class AnswerTracker:
         """Counts of the predicted classes, and the sum of their probabilities."""
 
     def update(self, logits: Tensor) -> None:
-        """Add logits `[N, classes]`; a single output is ignored."""
+        """Add a batch of logits `[N, classes]`. Logits `[N, 1]`, of a model with one output, are ignored."""
         if logits.shape[1] < 2:
             return
         dtype = sum_dtype(logits.device)
@@ -96,7 +96,11 @@ class AnswerTracker:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def answers(self) -> Answers | None:
-        """Return the predictions over all processes in the form of a profile; None if there are none."""
+        """Combine the predictions of all processes, as a profile stores them.
+
+        Returns:
+            The predictions, on the CPU. None if no logits were added, or some were not finite.
+        """
         if self._sums is None:
             return None
         sums = (all_sum(self._sums) if is_distributed() else self._sums).cpu().double()

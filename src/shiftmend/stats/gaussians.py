@@ -300,6 +300,6 @@ class CovarianceTracker:
         return reduced
 
     def gaussian(self) -> FullGaussian:
-        """Return mean and unbiased covariance in the form of a profile."""
+        """Return mean and unbiased covariance as a profile stores them: in float32 and on the CPU."""
         covariance = self.products / max(1, self.samples - 1)
         return FullGaussian(self.mean.float().cpu(), covariance.float().cpu(), self.samples)

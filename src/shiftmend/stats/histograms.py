@@ -147,7 +147,11 @@ class Bins:
 
 
 def check_bins(given: Any, default: Bins) -> Bins:
-    """Return the given bins, or the default; refuse a plain number, which could mean either layout."""
+    """Return the given bins, or the default if None is given.
+
+    Raises:
+        ShiftmendError: If `given` is not `Bins`. The same plain number of bins could mean either layout.
+    """
     if given is None:
         return default
     if not isinstance(given, Bins):
@@ -497,7 +501,7 @@ class RangeTracker:
         return (self.squares / max(1, self.samples)).sqrt()
 
     def gaussian(self) -> MarginalGaussian:
-        """Return mean and unbiased variance in the form of a profile."""
+        """Return mean and unbiased variance of each unit, as a profile stores them: in float32 and on the CPU."""
         variance = self.squares / max(1, self.samples - 1)
         return MarginalGaussian(self.mean.float().cpu(), variance.float().cpu(), self.samples)
 
@@ -540,6 +544,6 @@ class CountTracker:
         return home.mean_divergence((self.counts / self.samples).to(home.counts.dtype))
 
     def histogram(self) -> Histogram:
-        """Return the counts in the form of a profile."""
+        """Return counts and ranges as a profile stores them: in float32 and on the CPU."""
         counts, low, high = (part.float().cpu() for part in (self.counts, self.low, self.high))
         return Histogram(counts, low, high, round(self.samples), self.bins)

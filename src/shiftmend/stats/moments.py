@@ -159,7 +159,11 @@ class MomentTracker:
         return (found.mean, variance) if bool(finite) else None
 
     def moments(self) -> Moments | None:
-        """Return the moments in the form of a profile; None if they are not finite."""
+        """Return the moments as a profile stores them: in float32 and on the CPU.
+
+        Returns:
+            The moments. None if no values were added, or a moment is not finite.
+        """
         found = self.exact()
         if found is None or self._tracker is None:
             return None

@@ -131,8 +131,8 @@ class Quantiles:
 class QuantileTracker:
     """Tracker of the quantiles of inputs over batches.
 
-    Up to `KEPT_VALUES` values are kept. Of more, those with the lowest random keys are kept, which is a random sample
-    for any batch sizes.
+    If there are more than `KEPT_VALUES` values, only those with the lowest random keys are kept: a random sample,
+    whatever the sizes of the batches.
     """
 
     def __init__(self) -> None:
@@ -212,6 +212,6 @@ class QuantileTracker:
         return found if bool(torch.isfinite(found).all()) else None  # Very large values overflow here.
 
     def quantiles(self) -> Quantiles | None:
-        """Return the quantiles in the form of a profile; None if they are not finite."""
+        """Return the quantiles as a profile stores them, on the CPU; None without values, or if some are not finite."""
         found = self.exact()
         return None if found is None else Quantiles(found.cpu().contiguous(), self.samples)

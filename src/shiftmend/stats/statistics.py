@@ -106,7 +106,24 @@ def register(statistic: type[S]) -> type[S]:
 
 
 def read_whole_number(value: Any, what: str, least: int = 1, most: int = MAX_SAMPLES) -> int:
-    """Return an integer from a file; refuse anything else, including true and 3.0."""
+    """Check that a value read from a file is an integer in a range, and return it.
+
+    Args:
+        value: The parsed value. Neither `True` nor 3.0 is an integer.
+        what: Name of the value in the error message.
+        least: Smallest allowed integer.
+        most: Largest allowed integer.
+
+    Returns:
+        The same value.
+
+    Raises:
+        ProfileError: If the value is no integer, or out of range.
+
+    Example:
+        >>> read_whole_number(3, "the number of samples")
+        3
+    """
     if type(value) is not int or not least <= value <= most:
         raise ProfileError(f"Expected {what} to be a whole number from {least} to {most}, got {reprlib.repr(value)}.")
     return value

@@ -167,7 +167,7 @@ class StatsLayer(nn.Module):
         return x
 
     def histogram(self) -> Histogram:
-        """Return the tracked statistics in the form of a profile.
+        """Return a copy of the tracked statistics as a histogram, the class that profiles store.
 
         Returns:
             A histogram with counts `[D, B]` and ranges `[D]`.

@@ -222,7 +222,11 @@ def said_where(target: Path) -> Iterator[None]:
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
-    """Refuse a folder that cannot be written into, before any work. The folder need not exist."""
+    """Check that files can be written into a folder, which need not exist.
+
+    Raises:
+        ShiftmendError: If the folder cannot be made or written into.
+    """
     place = as_path(folder, "the folder to write into")
     try:
         there = next(parent for parent in (place, *place.absolute().parents) if parent.exists())

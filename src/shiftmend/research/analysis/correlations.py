@@ -199,7 +199,7 @@ class Judge:
     area: float | None = None
     """Area under the ROC curve: the probability that a good cell has the better signal; ties count one half."""
     threshold: float | None = None
-    """Value of the signal with the best balanced accuracy; the strictest of equals. NaN accepts nothing."""
+    """Threshold of the signal with the best balanced accuracy; the strictest of several. NaN accepts nothing."""
     balanced: float | None = None
     held_out: HeldOut | None = None
     second: tuple[str, float] | None = None
@@ -209,7 +209,7 @@ class Judge:
 def find_near_clean(results: Iterable[Result], clean: Iterable[Result], margin: float = MARGIN) -> dict[Cell, bool]:
     """Call a cell good if its accuracy is at most `margin` below that of its seed's source model on clean images.
 
-    Clean images of other source models, such as `clean without pretraining`, are passed over.
+    Clean images of other source models, such as `clean without pretraining`, are ignored.
     """
     at_home = {
         result.cell.seed: result.last.accuracy
@@ -295,9 +295,10 @@ def area(costs: Sequence[float], good: Sequence[bool]) -> float:
 
 
 def best_threshold(costs: Sequence[float], good: Sequence[bool]) -> tuple[float, float]:
-    """Find the cost to accept up to, and its balanced accuracy; both kinds must occur.
+    """Find the threshold of a cost that separates good cells from bad ones best, and its balanced accuracy.
 
-    The threshold is the midpoint of two neighbouring costs. If nothing beats chance, it is NaN, which accepts nothing.
+    Cells with at most this cost are accepted. Both good and bad cells must occur. The threshold is the midpoint of two
+    neighbouring costs, or NaN, which accepts nothing, if no threshold beats chance.
     """
     values, position = np.unique(np.asarray(costs, dtype=np.float64), return_inverse=True)
     chosen = np.asarray(good, dtype=bool)
@@ -314,9 +315,23 @@ def best_threshold(costs: Sequence[float], good: Sequence[bool]) -> tuple[float,
 
 
 def best_pair(first: Sequence[float], second: Sequence[float], good: Sequence[bool]) -> tuple[float, float, float]:
-    """Find the two costs to accept up to, and the balanced accuracy of accepting what is within both.
+    """Find the thresholds of two costs that separate good cells from bad ones best.
 
-    Of equals, the pair is taken that is stricter with the first. NaN for both where nothing beats chance.
+    A cell is accepted if neither cost exceeds its threshold. Both good and bad cells must occur. If several pairs are
+    equally good, the pair with the lowest first threshold is returned, then the lowest second one.
+
+    Args:
+        first: First cost of each cell.
+        second: Second cost of each cell.
+        good: True for good cells, which should be accepted.
+
+    Returns:
+        The threshold of the first cost, the threshold of the second, and the balanced accuracy. If no pair beats
+        chance, both thresholds are NaN, which accepts nothing, and the balanced accuracy is 0.5.
+
+    Example:
+        >>> best_pair([1.0, 3.0, 9.0], [1.0, 5.0, 1.0], [True, False, False])
+        (2.0, 3.0, 1.0)
     """
     one, other, chosen = np.asarray(first), np.asarray(second), np.asarray(good, dtype=bool)
     number, others = int(chosen.sum()), int((~chosen).sum())

@@ -553,7 +553,11 @@ def _measure_restoration(given: CellInputs, adapted: nn.Module, target: Target) 
 
 
 def labels_of(images: Images) -> Tensor:
-    """Return the labels of images; raise DataError if there are none."""
+    """Return the labels of images.
+
+    Raises:
+        DataError: If the images have no labels.
+    """
     if images.labels is None:
         raise DataError(f"Expected a label for each image of {images.name}, which this protocol needs, got none.")
     return images.labels

@@ -143,7 +143,20 @@ def do_task(job: Job, task: Task, advance: Advance, resources: Resources | None 
 
 
 def fail_task(job: Job, task: Task, why: str, seconds: float = 0.0) -> Result:
-    """Make a failed result for a cell whose worker died; raise for a source model, which other tasks need."""
+    """Make a failed result for a task whose worker process died.
+
+    Args:
+        job: The job that the task belongs to.
+        task: A cell, or the preparation of a source model and its profiles.
+        why: Reason for the failure, for the error message.
+        seconds: Time since the task was started.
+
+    Returns:
+        A result of the cell with `why` as its error, and without scores.
+
+    Raises:
+        ShiftmendError: If the task is a preparation, because other tasks need its files.
+    """
     if isinstance(task, Preparation):
         raise ShiftmendError(f"Task {task} could not be made: {why}. Run again to go on from what is done.")
     origin = find(job.benchmark).origin(task.shift, Path(job.root) if job.root else None)

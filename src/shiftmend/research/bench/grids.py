@@ -122,7 +122,17 @@ class Grid:
         return {"all": tuple(self.shifts)} | {name: tuple(members) for name, members in (groups or {}).items()}
 
     def mean(self, method: str, shifts: Sequence[str], read: Callable[[Result], float | None] | None = None) -> Entry:
-        """Average over the seeds that have every shift; count the cells if there is no such seed."""
+        """Average a method over shifts, and then over complete seeds: those with a result on every shift.
+
+        Args:
+            method: Row of the table.
+            shifts: Shifts to average over.
+            read: Function that reads the number from a result; by default the metric of the grid.
+
+        Returns:
+            Mean and standard deviation over the complete seeds. Without a complete seed, the text "3/12": 3 of 12 cells
+            have a number. The entry is empty if no cell has a number and none failed.
+        """
         read = read or self._read
         runs = [[self.cells.get((method, shift, seed)) for shift in shifts] for seed in self.seeds]
         values = [[None if result is None or result.failed else read(result) for result in run] for run in runs]

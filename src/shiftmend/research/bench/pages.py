@@ -860,7 +860,16 @@ def _verdicts(part: Part, good: Mapping[Cell, bool], meaning: str) -> list[Block
 
 
 def verification(result: Result) -> Verification | None:
-    """Verify a cell by the current rules of the library, whatever it reported when the cell was run."""
+    """Rebuild the verification of a result, so that the current rules of the library decide its verdict.
+
+    The verdict that was stored when the cell was run is ignored.
+
+    Args:
+        result: A result of the benchmark.
+
+    Returns:
+        The verification; None if the result stores no divergence of the slices or no floor.
+    """
     after, slices = result.manifest.get("verification", {}).get("after", {}), result.signals.get("slices")
     if slices is None or "floor" not in after:
         return None

@@ -142,7 +142,11 @@ def rates_for(setting: Setting, rates: Sequence[float] | None) -> tuple[float, .
 
 
 def origin_of(benchmark: Benchmark, shift: str, root: Path | None = None) -> Origin:
-    """Return the origin of the images of a shift; raise if it is unknown, before anything runs."""
+    """Return the origin of the images of a shift, and check it before anything runs.
+
+    Raises:
+        DataError: If the benchmark names an unknown origin.
+    """
     origin = benchmark.origin(shift, root)
     if origin not in get_args(Origin):
         known = ", ".join(get_args(Origin))

@@ -37,7 +37,7 @@ class Figure:
 
 
 def figure(benchmark: str, protocol: str, metric: str, method: str, shift: str, source: str = "paper") -> Figure | None:
-    """Find the published figure of one cell; None where nothing was published.
+    """Find the published figure of one cell; None if nothing was published for it.
 
     `protocol` is `offline`, `online` or `few-shot-` with the number of images per class; `metric` is `accuracy`, `ece`
     or `restoration_distance`. Besides the shifts, `shift` may be a summary: `all`, `severe`, `mild`, `without

@@ -84,7 +84,16 @@ class Resources:
         return self._data.get("target", shift, lambda: self._move_to_device(loaded))
 
     def model(self, source: str, seed: int, tick: Callable[[], None] | None = None) -> tuple[nn.Module, Path]:
-        """Return a source model on the device, with its file; train it if it does not exist."""
+        """Load a source model, or train and save it if there is no file of it yet.
+
+        Args:
+            source: Name of a source model of the benchmark.
+            seed: Seed of the training.
+            tick: Function that is called after every epoch of a training.
+
+        Returns:
+            The model on the device, and the path of its file.
+        """
 
         def make() -> tuple[nn.Module, Path]:
             model, path = get_source_model(
@@ -103,7 +112,7 @@ class Resources:
         return self._models.get("model", (source, seed), make)
 
     def profile(self, source: str, seed: int, temperature: float, preset: str = USUAL_PRESET) -> Profile:
-        """Return the profile of a source model; make it if it does not exist."""
+        """Load the profile of a source model, or compute and save it if there is no file of it yet."""
         key = (source, seed, temperature, preset)
         return self._profiles.get("profile", key, lambda: self._make_profile(*key))
 
@@ -134,7 +143,7 @@ class Resources:
         return made
 
     def rehearsed(self, source: str, seed: int, protocol: Rehearsed, preset: str = USUAL_PRESET) -> Profile:
-        """Get the profile of a source model with a rehearsal; rehearse if there is none yet."""
+        """Load the rehearsed profile of a source model, or rehearse and save it if there is no file of it yet."""
         key = (source, seed, protocol, preset)
         return self._profiles.get("rehearsed", key, lambda: self._rehearse(*key))
 
@@ -205,7 +214,10 @@ class Cache:
         self._lock = threading.Lock()
 
     def get(self, kind: str, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the value of a key; make it if it is not there."""
+        """Return the cached value of a key, or call `make` and cache its result.
+
+        A full cache first drops the least recently used values of this kind.
+        """
         with self._lock:
             making = self._making.setdefault((kind, key), threading.Lock())
         with making:
@@ -237,7 +249,7 @@ def get_source_model(
     root: PathLike | None = None,
     compile: bool = False,
 ) -> tuple[nn.Module, Path]:
-    """Load the source model of a recipe, seed and data from `home/sources`; train it if it does not exist.
+    """Load a source model from its file in `home/sources`, or train and save it if there is no such file.
 
     `device`, `tick`, `root` and `compile` are the arguments of `train`. A killed training resumes at the next call. If
     two processes train the same model at once, both use the file of the one that finishes first; the first to start

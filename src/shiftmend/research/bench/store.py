@@ -578,10 +578,19 @@ def to_compact(results: Iterable[Result], key: Key | None = None) -> str:
 
 
 def from_compact(text: str, trust: str | None = None) -> list[Result]:
-    """Read the results of a compact file, without what was left out.
+    """Read results from the text of a compact file.
 
-    With `trust`, the file must be signed with that public key. Where a file of earlier versions has no seal, the
-    manifests of its results get the entry `unsealed`.
+    A compact file has no histories, only a part of each manifest, and numbers rounded to `COMPACT_DIGITS` digits.
+
+    Args:
+        text: Content of the file, as `to_compact` writes it.
+        trust: Public key that must have signed the file. By default any file is read.
+
+    Returns:
+        The results. Files of version 1 have no seal; the manifests of their results get the entry `unsealed`.
+
+    Raises:
+        DataError: If the file is damaged, altered, of an unknown version, not signed with `trust`, or has a cell twice.
     """
     try:
         content, seal = sealing.check_json(text, trust)

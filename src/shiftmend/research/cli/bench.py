@@ -409,7 +409,13 @@ def correlate(
     data_root: Root = None,
     as_json: Json = False,
 ) -> None:
-    """Show rank correlations: restoration distance with calibration, and each label-free signal with accuracy."""
+    """Show rank correlations over the stored results of a benchmark.
+
+    The first table has the mean restoration distance and the mean calibration error (ECE) of each method, with their
+    correlation over methods below. The restoration distance is small if a method's features are close to the source
+    model's features of the clean images. The second table correlates each label-free signal with accuracy, within each
+    shift and over all results.
+    """
     from shiftmend.research.analysis.correlations import restoration_and_calibration, signals_and_accuracy
     from shiftmend.research.bench.benchmark import labelled_methods, sees_labels
     from shiftmend.research.bench.plan import variants_of, with_another_source
@@ -652,7 +658,11 @@ def parse_rates(text: str | None) -> list[float] | None:
 
 
 def root_of(data_root: Path | None) -> Path | None:
-    """Return the folder of the data sets; refuse one that does not exist."""
+    """Return the given folder of the data sets with `~` expanded; None if none is given.
+
+    Raises:
+        DataError: If the folder does not exist.
+    """
     if data_root is not None and not data_root.expanduser().is_dir():
         raise DataError(
             f"Expected the folder that the data sets lie in, got {data_root}, which does not exist. Name another."

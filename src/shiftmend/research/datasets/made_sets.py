@@ -132,7 +132,17 @@ def make(
 
 
 def find_origin(root: PathLike | None, name: str, part: str) -> MadeOrigin | None:
-    """Return how a part of a set under the data root was made; None if it was not made by `make`."""
+    """Find out how `make` made one part of a data set.
+
+    Args:
+        root: The data root; by default the folder named by the environment variable SHIFTMEND_DATA.
+        name: Name of the set, a key of `SETS`, such as `"mnist-c"`.
+        part: Name of the part, such as `"fog/train"`.
+
+    Returns:
+        `"regenerated"` if the part was made by the published recipe, `"rebuilt"` if it was made with other pictures or
+        the manifest is damaged. None if `make` did not make the part, or if there is no data root.
+    """
     try:
         folder = data_root(root) / SETS[name].folder
     except DataError:

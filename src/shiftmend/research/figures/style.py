@@ -195,10 +195,14 @@ def _measure(figure: Figure, text: str, size: float) -> tuple[float, float]:
 
 
 def label_ends(axis: Any, ends: Sequence[tuple[str, float, float, str]]) -> None:
-    """Label lines to the right of the axes, at the height of their ends: (name, x, y, colour).
+    """Write the names of lines to the right of the axes, each at the height at which its line ends.
 
-    If lines end close to each other, their names are moved apart and connected by thin lines. Call this function last,
-    because it measures the axes.
+    A thin line connects each name with the end of its line, and names that would overlap are moved apart. Call this
+    function last, because it measures the axes.
+
+    Args:
+        axis: Matplotlib axes with the lines.
+        ends: Name, x and y of the end in data coordinates, and colour, for each line.
     """
     texts = [_write_at_end(axis, *end) for end in ends]
     axis.figure.draw_without_rendering()
@@ -249,9 +253,13 @@ def spread_out(values: Sequence[float] | np.ndarray[Any, Any], gap: float, low: 
 
 
 def label_points(axis: Any, places: Sequence[tuple[str, float, float, str]]) -> None:
-    """Label points (name, x, y, colour), as near as possible without covering a name or a point.
+    """Write the names of points next to them, as near as possible without covering a name or a point.
 
-    Thin lines connect names that are farther away. Call this function last, because it measures the axes.
+    Thin lines connect distant names with their points. Call this function last, because it measures the axes.
+
+    Args:
+        axis: Matplotlib axes with the points.
+        places: Name, x and y in data coordinates, and colour, for each point.
     """
     axis.figure.draw_without_rendering()
     scale = axis.figure.dpi / 72
