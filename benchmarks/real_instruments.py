@@ -101,6 +101,8 @@ class Home:
     """Spectra of the transfer samples at home and at a site, and their answers, by site."""
     left_out: int = 0
     """Samples of home that do not rehearse."""
+    groups: Sequence[Any] | None = None
+    """Group of each sample that rehearses, e.g. a person; None if samples are independent."""
 
     @property
     def is_regression(self) -> bool:
@@ -284,7 +286,8 @@ def open_wearable(root: Path, seed: int, home: str) -> Home:
         there = there[torch.randperm(len(there))[:MAX_WINDOWS]]
         sites[site] = scaled[there], answers[there]
     given = [(scaled[part], answers[part]) for part in (trained, held_out)]
-    return Home(home, seed, model, training | {"epochs": 4}, given[0], given[1], sites)
+    people = data["subject"][held_out.numpy()].tolist()
+    return Home(home, seed, model, training | {"epochs": 4}, given[0], given[1], sites, groups=people)
 
 
 def _find(data: Any, name: str, device: Any, chosen: Sequence[Any] | Floats) -> Tensor:
@@ -545,7 +548,8 @@ def rehearse(home: Home, profile: shiftmend.Profile, size: int, stored: Path | N
         found = shiftmend.Profile.load(stored)
         found.check_weights(home.model)
         return found
-    found = shiftmend.rehearse(home.model, home.held_out, profile, site_size=size, seed=home.seed, progress=False)
+    options: dict[str, Any] = {"site_size": size, "groups": home.groups, "seed": home.seed, "progress": False}
+    found = shiftmend.rehearse(home.model, home.held_out, profile, **options)
     if stored is not None:
         stored.parent.mkdir(parents=True, exist_ok=True)
         found.save(stored)

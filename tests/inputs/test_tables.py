@@ -40,6 +40,20 @@ def test_columns_have_one_use_each(tmp_path: Path) -> None:
     assert numbered.tolist() == [1, 1, 2]
 
 
+def test_a_column_names_the_group_of_each_row(tmp_path: Path) -> None:
+    path = stored(tmp_path / "gas.csv", GASES)
+    table = read_table(path, label="gas", classes=["air", "CO"], group="board")
+    assert table.groups == ("1", "1", "2")
+    assert table.columns == ("s1", "s2", "ppm")
+    assert table.ordered(["ppm", "s1"], "it").groups == table.groups
+    with pytest.raises(DataError, match="patient"):
+        read_table(path, group="patient")
+    pytest.importorskip("scipy.io").savemat(
+        tmp_path / "gas.mat", {"x": np.ones((3, 2)), "patient": np.array([7, 7, 9])}
+    )
+    assert read_table(tmp_path / "gas.mat", group="patient").groups == ("7", "7", "9")
+
+
 def test_the_columns_of_home_are_found_by_name(tmp_path: Path) -> None:
     path = stored(tmp_path / "site.csv", "operator,1102.0,note,1100\nAnna,2,,1\nBen,4,new lamp,3\n")
     table = read_table(path, columns=["1100", "1102"], drop=["gone at the site"])

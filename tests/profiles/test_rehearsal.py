@@ -211,6 +211,10 @@ def test_facts_of_another_kind_are_refused(name: str, value: Any) -> None:
     refusal(lambda facts, tensors: facts.update({name: value}))
 
 
+LATER = {"error_kurtosis", "sites", "groups", "design_effect", "answer_design_effect"}
+"""Facts that files of earlier versions lack."""
+
+
 def test_a_file_without_the_kurtosis_of_errors_counts_them_as_normal() -> None:
     facts, tensors = replace(RECORD, error_kurtosis=20.0).to_file()
     assert Rehearsal.from_file(facts, tensors).error_kurtosis == 20
@@ -218,7 +222,20 @@ def test_a_file_without_the_kurtosis_of_errors_counts_them_as_normal() -> None:
     assert Rehearsal.from_file(facts, tensors).error_kurtosis == 3
 
 
-@pytest.mark.parametrize("name", [name for name in RECORD.to_file()[0] if name not in ("error_kurtosis", "sites")])
+def test_a_file_without_groups_has_independent_samples() -> None:
+    facts, tensors = replace(RECORD, groups=9, design_effect=4.0, answer_design_effect=2.5).to_file()
+    read = Rehearsal.from_file(facts, tensors)
+    assert (read.groups, read.design_effect, read.answer_design_effect) == (9, 4.0, 2.5)
+    assert "9 groups" in str(read)
+    for name in LATER - {"error_kurtosis", "sites"}:
+        del facts[name]
+    read = Rehearsal.from_file(facts, tensors)
+    assert (read.groups, read.design_effect, read.answer_design_effect) == (0, 1.0, 1.0)
+    assert "groups" not in str(read)
+    assert "design effect" in refusal(lambda facts, tensors: facts.update(design_effect=0.5))
+
+
+@pytest.mark.parametrize("name", [name for name in RECORD.to_file()[0] if name not in LATER])
 def test_missing_facts_are_refused(name: str) -> None:
     assert "missing or unknown" in refusal(lambda facts, tensors: facts.pop(name))
 

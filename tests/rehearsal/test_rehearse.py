@@ -22,11 +22,13 @@ from torch import Tensor, nn
 import shiftmend
 from shiftmend.errors import DataError, ProfileError, ShiftmendError
 from shiftmend.inputs.feed import Feed
+from shiftmend.inputs.tables import Table
 from shiftmend.methods.fr import FR
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal
 from shiftmend.rehearsal import rehearse
 from shiftmend.rehearsal.rehearse import QUICK_CANDIDATES
+from shiftmend.stats.groups import design_effect
 from shiftmend.verification.estimate import Estimator
 from shiftmend.verification.predictions import fit_temperature
 from shiftmend.verification.reading import read
@@ -239,6 +241,77 @@ def test_one_sample_that_makes_most_of_the_error_is_named(caplog: pytest.LogCapt
     labels[17] += 10 * float(errors.abs().max())
     assert record_of(model, (site, labels), profile).error_kurtosis > 2 * kurtosis
     assert "sample 17 makes" in caplog.text
+
+
+def draw_patients(patients: int, each: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw samples [N, 8] of patients, half of whom are hard, with the patient of each."""
+    site = draw(patients * each, seed)
+    generator = torch.Generator().manual_seed(seed)
+    who = torch.arange(patients).repeat_interleave(each)
+    noise = 2 * torch.randn(site.inputs.shape, generator=generator)
+    return site.inputs + noise * (who % 2).unsqueeze(1), site.labels, who
+
+
+def test_groups_make_home_say_less(caplog: pytest.LogCaptureFixture) -> None:
+    model, profile = trained()
+    inputs, labels, who = draw_patients(20, 30, 11)
+    plain = record_of(model, (inputs, labels), profile)
+    assert "groups=" in caplog.text
+    caplog.clear()
+    record = record_of(model, (inputs, labels), profile, groups=[f"patient {one}" for one in who.tolist()])
+    assert "groups=" not in caplog.text
+    assert (plain.groups, plain.design_effect, plain.answer_design_effect) == (0, 1.0, 1.0)
+    assert record.groups == 20
+    with torch.no_grad():
+        answers = model(inputs).argmax(1)
+    assert record.design_effect == pytest.approx(design_effect((answers == labels).double(), who))
+    assert record.answer_design_effect == pytest.approx(design_effect(nn.functional.one_hot(answers, 4), who))
+    assert record.design_effect > 2
+    # Home data differ more from draw to draw if whole patients are drawn.
+    confidence = record.signals.index("confidence")
+    assert float(record.home_deviation[-1, confidence]) > 1.5 * float(plain.home_deviation[-1, confidence])
+    halves = [
+        Estimator(one).estimate_at_home(600).withheld or (0.0, Estimator(one).estimate_at_home(600).low)
+        for one in (plain, record)
+    ]
+    assert halves[1][1] < halves[0][1] - 0.02
+
+
+def test_whole_groups_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, profile = trained()
+    inputs, labels, who = draw_patients(12, 25, 11)
+    drawn: list[list[int]] = []
+    draw_once = rehearse._Home.draw
+
+    def keep(self: Any, size: int, number: int) -> Tensor:
+        places = draw_once(self, size, number)
+        drawn.append(sorted(who[places].bincount(minlength=12).tolist()))
+        return places
+
+    monkeypatch.setattr(rehearse._Home, "draw", keep)
+    record_of(model, (inputs, labels), profile, groups=who, site_size=110)
+    cut = [one for one in drawn if sum(one) == 110]
+    assert len(cut) > 5
+    assert all(one == [0] * 7 + [10] + [25] * 4 for one in cut)
+
+
+def test_a_table_brings_its_groups() -> None:
+    model, profile = trained()
+    inputs, labels, who = draw_patients(12, 25, 11)
+    table = Table(inputs, labels=labels, groups=tuple(map(str, who.tolist())))
+    assert record_of(model, table, profile).groups == 12
+    with pytest.raises(DataError, match="300 samples"):
+        record_of(model, (inputs, labels), profile, groups=who[1:])
+
+
+def test_perfect_answers_leave_the_confidence_to_tell_groups_apart() -> None:
+    model, profile = trained()
+    inputs, _, who = draw_patients(12, 25, 11)
+    with torch.no_grad():
+        answers = model(inputs).argmax(1)
+    record = record_of(model, (inputs, answers), profile, groups=who)
+    assert record.score == 1
+    assert record.design_effect > 1
 
 
 def test_a_single_logit_answers_one_of_two_classes() -> None:

@@ -194,6 +194,25 @@ def test_few_large_errors_at_home_widen_the_interval_of_a_regression() -> None:
     assert halves[1] ** 2 - halves[0] ** 2 == pytest.approx(added, rel=1e-3)
 
 
+def test_groups_at_home_widen_intervals() -> None:
+    record = make_record()
+    signals = signals_of(record, 0)
+    halves, at_home = [], []
+    for effect in (1.0, 9.0):
+        estimator = Estimator(replace(record, design_effect=effect))
+        value, low, high = told_anyway(estimator.estimate(UNTOUCHED, signals, 1000))
+        assert low is not None
+        assert high is not None
+        halves.append(value - low)
+        at_home.append(told_anyway(estimator.estimate_at_home(1000)))
+    added = 1.6449**2 * value * (1 - value) * (1 / 1000 + 1 / record.samples) * (9 - 1)
+    assert halves[1] ** 2 - halves[0] ** 2 == pytest.approx(added, rel=1e-3)
+    one, other = ((value - low) ** 2 for value, low, _ in at_home if low is not None)
+    score = record.score
+    added = 1.6449**2 * score * (1 - score) * (1 / 1000 + 1 / record.samples) * (9 - 1)
+    assert other - one == pytest.approx(added, rel=1e-3)
+
+
 @pytest.mark.slow
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     rng, held, draws, families = np.random.default_rng(0), 0, 60, 10

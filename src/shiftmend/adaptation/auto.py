@@ -415,8 +415,9 @@ def tell_change(shares: Shares | None, record: Rehearsal) -> Change | None:
     """Tell whether class shares changed beside the device; None if the shares are not known."""
     if shares is None or not shares.reliable:
         return None
-    by_chance = HOME_DEVIATIONS * skew_by_chance(record.label_shares, shares.samples, record.samples)[1]
-    beyond = skew(torch.tensor(shares.values), record.label_shares, shares.samples, record.samples)
+    both = [number / record.answer_design_effect for number in (shares.samples, record.samples)]
+    by_chance = HOME_DEVIATIONS * skew_by_chance(record.label_shares, *both)[1]
+    beyond = skew(torch.tensor(shares.values), record.label_shares, *both)
     return "both" if beyond > max(OTHER_PATIENTS, by_chance) else "device"
 
 

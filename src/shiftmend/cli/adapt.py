@@ -175,7 +175,7 @@ def adapt(
     home = shiftmend.Profile.load(profile, trust=trust)
     choice = choose_columns(label, classes, quantity, drop, where, home)
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std, choice)
-    inputs, labels, names, _ = given
+    inputs, labels, names = given.inputs, given.labels, given.classes
     options = _method_options(option)
     supervised = getattr(METHODS.get(chosen) if isinstance(chosen, str) else chosen, "takes_labels", False)
     if supervised:

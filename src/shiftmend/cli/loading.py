@@ -294,6 +294,8 @@ class Data(NamedTuple):
     """Names of the classes, if there is one folder for each."""
     columns: tuple[str, ...] = ()
     """Names of the columns, if the inputs are a table."""
+    groups: tuple[str, ...] = ()
+    """Name of each row's group, if the inputs are a table with a column of groups."""
 
     def as_table(self) -> Table | Tensor:
         """Return the inputs as a table if they have column names."""
@@ -312,7 +314,7 @@ def load_data(path: Path, size: int | None, choice: Mapping[str, Any] | None = N
         if size is not None:
             raise DataError(f"Expected images for --size {size}, got the table {path}. Leave it out.")
         table = read_table(path, **choice)
-        return Data(table.inputs, table.labels, table.classes or None, table.columns)
+        return Data(table.inputs, table.labels, table.classes or None, table.columns, table.groups)
     for name in choice.keys() - {"columns"}:
         option = {"quantities": "quantity"}.get(name, name)
         raise DataError(f"Expected a table for --{option}, got {path}, which is none. Leave it out.")

@@ -80,6 +80,10 @@ Classes = Annotated[str | None, typer.Option(help="Names of the classes in the o
 Quantities = Annotated[
     list[str] | None, typer.Option("--quantity", help="Of a table: a column that the model predicts; repeatable.")
 ]
+Group = Annotated[
+    str | None,
+    typer.Option("--group", help="Of a table: the column that names the patient, recording or object of each row."),
+]
 Drop = Annotated[list[str] | None, typer.Option("--drop", help="Of a table: a column to leave out; repeatable.")]
 Where = Annotated[
     list[str] | None, typer.Option("--where", help="Of a table: take only rows with column=value; repeatable.")
@@ -157,6 +161,7 @@ def choose_columns(
     drop: list[str] | None,
     where: list[str] | None,
     profile: Profile | None = None,
+    group: str | None = None,
 ) -> dict[str, Any]:
     """Return the roles of a table's columns as arguments of `read_table`; inputs are the columns of a profile."""
     if classes is not None and label is None:
@@ -167,6 +172,7 @@ def choose_columns(
         "label": label,
         "classes": tuple(name.strip() for name in classes.split(",")) if classes else (),
         "quantities": tuple(quantity or ()),
+        "group": group,
         "drop": tuple(drop or ()),
         "where": dict(_condition(text) for text in where or ()),
     }

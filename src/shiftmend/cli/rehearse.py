@@ -54,6 +54,7 @@ def rehearse(
     label: opt.Label = None,
     classes: opt.Classes = None,
     quantity: opt.Quantities = None,
+    group: opt.Group = None,
     drop: opt.Drop = None,
     where: opt.Where = None,
     size: opt.Size = None,
@@ -84,7 +85,7 @@ def rehearse(
     named = load_candidates(candidates)
     devices = None if battery is None else load_battery(battery)
     home = shiftmend.Profile.load(profile, trust=trust)
-    choice = choose_columns(label, classes, quantity, drop, where, home)
+    choice = choose_columns(label, classes, quantity, drop, where, home, group)
     net, given, preprocess = gather(model, weights, model_option, allow_pickle, data, size, channels, mean, std, choice)
     home.check_architecture(net)
     check_labels(net, given, preprocess, output_entry, device, ignore_label)
@@ -104,6 +105,7 @@ def rehearse(
             extend=extend,
             site_size=site_size,
             quick=quick,
+            groups=given.groups or None,
             batch_size=batch_size,
             preprocess=preprocess,
             blocks=block_names(block),
@@ -157,7 +159,7 @@ def _announce(
 
 
 def _check_sendable(*parts: Any) -> None:
-    """Refuse a model or methods that cannot be pickled for other processes, before the work."""
+    """Check that model and methods can be pickled for other processes, so that the rehearsal does not fail later."""
     import pickle
 
     from shiftmend.utils.python_files import describe_error, user_code
@@ -174,7 +176,7 @@ def _check_sendable(*parts: Any) -> None:
 
 @contextmanager
 def _processes(number: int) -> Iterator[Executor | None]:
-    """Start worker processes that share the cores; none if `number` is 1."""
+    """Start worker processes that share the cores, or yield None if `number` is 1."""
     if number == 1:
         yield None
         return

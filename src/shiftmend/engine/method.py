@@ -81,7 +81,10 @@ class Network:
 
     @property
     def layerwise(self) -> bool:
-        """True if every block is a single layer, as in the paper's CNN; in a ResNet, a block is a stage."""
+        """True if no block has more than one layer with weights, as in the CNN of the BUFR paper.
+
+        Normalisation layers do not count. A ResNet is not layerwise, because each of its stages is one block.
+        """
         return all(block.layers <= 1 for block in self.blocks)
 
     @property

@@ -184,7 +184,23 @@ def _name_of_part(part: Any) -> str:
 
 
 def as_tensor(values: Any, what: str) -> Tensor:
-    """Convert inputs or labels to a tensor, without a copy if possible."""
+    """Convert inputs or labels to a tensor, without a copy if possible.
+
+    Args:
+        values: A tensor, a NumPy array, or anything else that `torch.as_tensor` accepts.
+        what: Name of the data in error messages, such as `"list of labels"`.
+
+    Returns:
+        A given tensor itself, or a tensor on the CPU. The dtype is kept, but uint64 becomes int64.
+
+    Raises:
+        DataError: If values are masked, are too large for int64, or are no numbers.
+
+    Example:
+        >>> import numpy as np
+        >>> as_tensor(np.array([1.0, 2.0]), "list of labels")
+        tensor([1., 2.], dtype=torch.float64)
+    """
     if np.ma.is_masked(values):
         # Torch would use the masked values.
         raise DataError(

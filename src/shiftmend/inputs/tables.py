@@ -6,7 +6,7 @@ import csv
 import io
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ class Table:
         columns: Names of the `D` columns, in order; empty if they have no names.
         labels: Class numbers `[N]`, quantities `[N]` or `[N, quantities]`, or None.
         classes: Names of the classes, in the order of their numbers.
+        groups: Name of each row's group, such as its patient or recording; empty if rows are independent.
 
     >>> Table(torch.zeros(2, 3), ("a", "b", "c"))
     2 rows, columns a, b, c, without labels
@@ -50,6 +51,7 @@ class Table:
     columns: tuple[str, ...] = ()
     labels: Tensor | None = None
     classes: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -64,7 +66,7 @@ class Table:
         if not self.columns or not columns or self.columns == tuple(columns):
             return self
         places = match_columns(self.columns, columns, what)
-        return Table(self.inputs[:, places], tuple(columns), self.labels, self.classes)
+        return replace(self, inputs=self.inputs[:, places], columns=tuple(columns))
 
 
 def read_table(
@@ -73,6 +75,7 @@ def read_table(
     label: str | None = None,
     classes: Sequence[str] = (),
     quantities: Sequence[str] = (),
+    group: str | None = None,
     drop: Collection[str] = (),
     where: Mapping[str, str] | None = None,
     columns: Sequence[str] = (),
@@ -81,13 +84,14 @@ def read_table(
 
     The first line of a CSV file names its columns. Cells are separated by commas, semicolons or tabs; with semicolons
     and tabs, numbers may have decimal commas. In a MATLAB file (up to version 7), the only matrix is the inputs, and
-    `label`, `quantities` and `where` name vectors.
+    `label`, `quantities`, `group` and `where` name vectors.
 
     Args:
         path: The file.
         label: Column with class numbers, or with the names in `classes`.
         classes: Names of the classes, in the order of their numbers.
         quantities: Columns with the quantities that a model predicts.
+        group: Column that names the patient, recording or object of each row, if several rows belong to one.
         drop: Columns to leave out.
         where: Values by column, e.g. `{"board": "3"}`; only rows with these values are read.
         columns: Columns to use as inputs, in this order. By default, all columns without another use.
@@ -111,7 +115,7 @@ def read_table(
         >>> folder.cleanup()
     """
     file = as_path(path, "the table", DataError)
-    choice = _Choice(label, tuple(classes), tuple(quantities), tuple(drop), dict(where or {}), tuple(columns))
+    choice = _Choice(label, tuple(classes), tuple(quantities), group, tuple(drop), dict(where or {}), tuple(columns))
     if label is not None and quantities:
         raise DataError("Expected class labels or quantities, got both. Try leaving one of them out.")
     if not file.is_file():
@@ -189,6 +193,7 @@ class _Choice(NamedTuple):
     label: str | None
     classes: tuple[str, ...]
     quantities: tuple[str, ...]
+    group: str | None
     drop: tuple[str, ...]
     where: dict[str, str]
     columns: tuple[str, ...]
@@ -196,7 +201,7 @@ class _Choice(NamedTuple):
     @property
     def texts(self) -> tuple[str, ...]:
         """Names of the columns that are read as text."""
-        return (*self.where, *((self.label,) if self.label is not None else ()))
+        return (*self.where, *(name for name in (self.label, self.group) if name is not None))
 
     def inputs(self, names: Sequence[str], what: str) -> tuple[str, ...]:
         """Return the names of the input columns."""
@@ -354,7 +359,8 @@ def _assemble(path: Path, file: _TextFile | _ParquetFile, choice: _Choice) -> Ta
         labels = labels[:, 0]
     # A column that is called 1100 at home may be called 1100.0 here.
     names = choice.columns or inputs
-    return Table(values[:, : len(inputs)].contiguous(), names, labels, choice.classes)
+    groups = () if choice.group is None else tuple(text[choice.group] for text in rows.texts)
+    return Table(values[:, : len(inputs)].contiguous(), names, labels, choice.classes, groups)
 
 
 def _number_classes(texts: Sequence[str], choice: _Choice, path: Path) -> Tensor:
@@ -414,7 +420,8 @@ def _read_mat(path: Path, choice: _Choice) -> Table:
         parts = [_as_numbers(vectors[key][kept], key, path).view(len(values), -1) for key in choice.quantities]
         labels = torch.cat(parts, 1)
         labels = labels[:, 0] if labels.shape[1] == 1 else labels
-    return Table(values, (), labels, choice.classes)
+    groups = () if choice.group is None else tuple(_as_text(cell) for cell in vectors[choice.group][kept])
+    return Table(values, (), labels, choice.classes, groups)
 
 
 def _as_numbers(values: NDArray[Any], name: str, path: Path) -> Tensor:

@@ -135,7 +135,11 @@ class Recorder:
         return {name: _to_samples(self._taps[name], values[0]) for name, values in seen.items()}
 
     def forget(self) -> None:
-        """Clear the recorded activations; with activation checkpointing, taps run again in the backward pass."""
+        """Discard the recorded activations. Call this method after a backward pass.
+
+        Activation checkpointing repeats the forward pass during the backward pass, and the recorder records the
+        repetition too.
+        """
         self._seen = {name: [] for name in self._taps}
 
 

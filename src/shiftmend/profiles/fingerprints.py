@@ -127,7 +127,7 @@ class InputSummary:
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """Shape as text, with "any" for sizes that differ."""
+        """Size of each axis of a sample as text, and "any" if batches differ in the size."""
         return tuple(str(size) if size else "any" for size in self.shape)
 
     def describe(self) -> str:
@@ -284,11 +284,11 @@ class TreeSummary:
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """Shape of each part as text."""
+        """Name and shape of each input as text, without the batch axis, such as `"image [3, 32, 32]"`."""
         return tuple(f"{name} {_as_list(part.sizes)}" for name, part in self.parts.items())
 
     def describe(self) -> str:
-        """Describe all parts in one line."""
+        """Describe name, shape, type and range of each input in one line."""
         return ", ".join(f"{name} {part.describe()}" for name, part in self.parts.items())
 
     def differences(self, target: Summary) -> list[str]:
@@ -311,7 +311,7 @@ Summary = InputSummary | TreeSummary
 
 
 def summarise(batches: Iterable[Inputs], most: int = MAX_SUMMARISED_INPUTS) -> Summary:
-    """Summarise the first `most` samples of batches; each of several inputs separately."""
+    """Summarise the first `most` samples of batches. A model with several inputs gets a summary of each input."""
     batches = iter(batches)
     first = next(batches)
     if not isinstance(first, TensorTree):

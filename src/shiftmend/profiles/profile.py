@@ -41,15 +41,15 @@ logger.addFilter(of_first_process)
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Statistics of a source by name, and fingerprints of the model and inputs; made by `shiftmend.profile`.
+    """Statistics of a source by name, and fingerprints of its model and inputs. Create one with `shiftmend.profile`.
 
-    `statistics` contains `tap.NAME`, the histograms of each tap; `gaussian`, the Gaussian of the features;
-    `slices.NAME`, sets of slices of the features; `inputs`, the moments of the inputs; and `inputs.quantiles`. The
-    properties `taps`, `gaussian` and `slices` give typed access. `slices["verification"]` is used for verdicts and
-    never aligned; `slices["alignment"]` exists only with the preset `sliced`.
+    The dictionary `statistics` contains `tap.NAME`, the histograms of each tap, `gaussian`, the Gaussian of the
+    features, and `slices.NAME`, sets of slices of the features. For most models it also contains `inputs`, the mean and
+    variance of the inputs, `inputs.quantiles`, and `answers`, the shares of the predicted classes and the mean
+    confidence. The properties `taps`, `gaussian` and `slices` give typed access.
 
-    `mean` and `deviation` `[D]` standardise the features before they are sliced. Merging profiles does not change
-    them; the moments of all samples are those of `gaussian`.
+    Methods never align `slices["verification"]`, so verification can test with these slices whether features are
+    restored. The slices `slices["alignment"]` exist only with the preset `sliced`, which aligns them.
 
     Example:
         >>> import shiftmend
@@ -63,20 +63,26 @@ class Profile:
 
     statistics: Mapping[str, Statistic]
     mean: Tensor
+    """Mean `[D]` that standardises the features before they are sliced. A merged profile keeps the mean of the first,
+    and the mean of all samples is in `gaussian`."""
     deviation: Tensor
+    """Standard deviation `[D]` that standardises the features, kept like `mean`."""
     specs: dict[str, Tap]
     """The module and side of each tap."""
     preset: str
+    """Name of the preset of bins and loss: `"reference"`, `"paper"` or `"sliced"`."""
     architecture: str
     """Fingerprint of the model's layers."""
     weights: str
     """Fingerprint of the model's weights."""
     inputs: Summary
+    """Shape, dtype, range and moments of the inputs, to notice other preprocessing."""
     inputs_seen: int
     """Number of source inputs."""
     shares: tuple[float, ...] = ()
     """Shares of the parts of a mixture, in their order; empty for other profiles."""
     library: str = __version__
+    """Version of shiftmend that made the profile."""
     rehearsal: Rehearsal | None = None
     """The record of shifts simulated at home; None before `shiftmend.rehearse`."""
     privacy: Guarantee | None = None
@@ -414,7 +420,7 @@ def _check_shares(parts: int, given: Sequence[float]) -> list[float]:
 
 @torch.inference_mode(False)
 def _mix(parts: Sequence[Profile], times: Sequence[float]) -> Profile:
-    """Combine all samples into one profile on the CPU, where each sample of a part has the weight `times`."""
+    """Combine profiles into one on the CPU, weighting each sample of `parts[i]` by `times[i]`."""
     parts = [part.to("cpu") for part in parts]
     first = parts[0]
     for part in parts[1:]:

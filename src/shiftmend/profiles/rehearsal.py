@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shiftmend.errors import ProfileError
 from shiftmend.stats.statistics import read_whole_number
+from shiftmend.utils.checks import counted
 from shiftmend.utils.json import dumps
 
 Task = Literal["classes", "quantities"]
@@ -52,6 +53,8 @@ _TENSORS = {
 BY_CLASS = ("features", "logits", "slices")
 """Histograms that a record may hold per class: of both taps, and of the verification slices."""
 _PREFIX = "by_class."
+_GROUPED: dict[str, Any] = {"groups": 0, "design_effect": 1.0, "answer_design_effect": 1.0}
+"""What files of earlier versions lack, with its values there."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,9 @@ class Rehearsal:
             squared error. Quantities only; 3 for classes, and for files of earlier versions.
         sites: Sites of other class shares that were drawn at home; empty without histograms of the classes, and for
             files of earlier versions.
+        groups: Number of groups that the home samples came in, such as patients; 0 for independent samples.
+        design_effect: Factor by which groups raise the variance of the score.
+        answer_design_effect: Factor by which they raise the variance of the shares of the predicted classes.
     """
 
     task: Task
@@ -196,6 +202,9 @@ class Rehearsal:
     error_kurtosis: float = 3.0
     by_class: Mapping[str, Tensor] = field(default_factory=dict)
     sites: tuple[RehearsedSite, ...] = ()
+    groups: int = 0
+    design_effect: float = 1.0
+    answer_design_effect: float = 1.0
 
     @property
     def label_shares(self) -> Tensor:
@@ -301,7 +310,7 @@ class Rehearsal:
 
     def to_file(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Convert the record for a profile's file: facts as JSON, and float32 tensors by name; signals are float16."""
-        plain = ("task", "labelled", "samples", "score", "temperature", "error_kurtosis")
+        plain = ("task", "labelled", "samples", "score", "temperature", "error_kurtosis", *_GROUPED)
         facts = {name: getattr(self, name) for name in plain} | {
             "sizes": list(self.sizes),
             "thresholds": list(self.thresholds),
@@ -325,7 +334,7 @@ class Rehearsal:
         """
         names = {one.name for one in fields(Rehearsal)} - set(_TENSORS) - {"by_class"}
         if isinstance(facts, dict):
-            facts = {"error_kurtosis": 3.0, "sites": []} | facts
+            facts = {"error_kurtosis": 3.0, "sites": []} | _GROUPED | facts
         by_class = {name.removeprefix(_PREFIX): one for name, one in tensors.items() if name.startswith(_PREFIX)}
         tensors = {name: one for name, one in tensors.items() if not name.startswith(_PREFIX)}
         if by_class and (
@@ -346,7 +355,7 @@ class Rehearsal:
         texts = (*facts["candidates"], *facts["signals"], *(text for shift in facts["shifts"] for text in shift[:2]))
         if not all(isinstance(text, str) and len(text) <= 200 and text.isprintable() for text in texts):
             raise ProfileError("its rehearsal has names that are no text")
-        plain = (facts[name] for name in ("score", "temperature", "error_kurtosis"))
+        plain = (facts[name] for name in ("score", "temperature", "error_kurtosis", *_GROUPED))
         numbers = [*plain, *facts["thresholds"], *(shift[2] for shift in facts["shifts"])]
         if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
             raise ProfileError("its rehearsal has entries that are no finite numbers")
@@ -373,6 +382,9 @@ class Rehearsal:
             by_class=by_class,
             sites=tuple(_read_site(site, facts["candidates"]) for site in facts["sites"]),
             error_kurtosis=float(facts["error_kurtosis"]),
+            groups=read_whole_number(facts["groups"], "the number of groups at home", least=0),
+            design_effect=float(facts["design_effect"]),
+            answer_design_effect=float(facts["answer_design_effect"]),
             **{name: tensors[name].float() for name in _TENSORS},
         )
         if problem := record.find_problem():
@@ -430,6 +442,7 @@ class Rehearsal:
             "it has entries that are NaN": any(bool(tensor.isnan().any()) for tensor in known),
             "it has entries that are negative": any(bool((tensor < 0).any()) for tensor in positive),
             "the kurtosis of its errors is below 1": not self.error_kurtosis >= 1,
+            "a design effect is below 1": not min(self.design_effect, self.answer_design_effect) >= 1,
             "it names candidates that it does not have": bool(
                 ((self.chosen < 0) | (self.chosen >= candidates) | (self.chosen != self.chosen.round())).any()
             ),
@@ -511,11 +524,19 @@ def describe(record: Rehearsal) -> str:
     lines = [
         f"Rehearsal of {len(record.shifts)} simulated shifts on {record.samples:,} samples from home, {source}",
         f"  {record.metric} at home {at_home}; sizes {', '.join(f'{size:,}' for size in record.sizes)}",
+        *_describe_groups(record),
         *_tabulate(head, rows, left={0, 1, len(head) - 3}),
         f"  mean error of the estimate, made without the family of the shift: {error:.3g}{unit}",
         *_describe_sites(record.sites),
     ]
     return "\n".join(lines)
+
+
+def _describe_groups(record: Rehearsal) -> list[str]:
+    if not record.groups:
+        return []
+    alone = counted(max(1, round(record.samples / record.design_effect)), "independent sample")
+    return [f"  the samples come in {record.groups:,} groups and say as much about the score as {alone}"]
 
 
 def _describe_sites(sites: Sequence[RehearsedSite]) -> list[str]:

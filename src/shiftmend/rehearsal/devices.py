@@ -436,7 +436,7 @@ def hum(signals: Tensor, strength: float, rng: torch.Generator, home: SignalHome
 
 
 def drop_out(signals: Tensor, strength: float, rng: torch.Generator, home: SignalHome) -> Tensor:
-    """Replace up to 80 % of the twentieths of a signal by its mean; other ones in each sample."""
+    """Replace up to 80 % of the twentieths of each signal, redrawn for each sample, by the channel's mean at home."""
     lost = torch.rand(len(signals), 1, 20, generator=rng, device=signals.device) < 0.8 * strength
     length = signals.shape[-1]
     return signals.masked_fill(lost[..., torch.arange(length, device=signals.device) * 20 // length], 0.0)

@@ -35,6 +35,7 @@ from shiftmend.evaluation.classification import Scores
 from shiftmend.evaluation.evaluate import Evaluator
 from shiftmend.inputs.batching import random_order
 from shiftmend.inputs.feed import Feed, Preprocess
+from shiftmend.inputs.tables import Table
 from shiftmend.introspection.blocks import BlockNames
 from shiftmend.introspection.model_state import on_device
 from shiftmend.introspection.outputs import Entry, pick
@@ -57,6 +58,7 @@ from shiftmend.profiles.rehearsal import (
 from shiftmend.rehearsal import extend as extension
 from shiftmend.rehearsal.battery import PlannedShift, from_functions, list_devices, plan_battery
 from shiftmend.rehearsal.label_shifts import AS_AT_HOME, PlannedSite, judge_sites, plan_sites
+from shiftmend.stats.groups import as_groups, design_effect, resemble_neighbours
 from shiftmend.utils import sealing
 from shiftmend.utils.checks import brief, counted, is_whole
 from shiftmend.utils.devices import resolve_device
@@ -123,6 +125,7 @@ def rehearse(
     site_size: int | None = None,
     quick: bool = False,
     per_class: bool = True,
+    groups: Any = None,
     batch_size: int | None = None,
     preprocess: Preprocess | None = None,
     blocks: BlockNames | None = None,
@@ -159,6 +162,10 @@ def rehearse(
         per_class: Store histograms of each class, which `fr-shares` and `shiftmend.shares` need. They are left out
             anyway where they would take more than 192 KiB. With them, with labels and with `fr-shares` among the
             candidates, sites of other class shares are rehearsed as well.
+        groups: Name or number of the group of each home sample, if samples come in groups: frames of one patient,
+            windows of one recording, photographs of one object. Samples of a group resemble each other, so intervals
+            are wider, and draws from home consist of whole groups. Sites are assumed to have groups of the same size.
+            By default, all samples count as independent, which makes intervals of such data too narrow.
         batch_size: Samples in a batch, as for `adapt`.
         preprocess: Called with each batch on the device, before the model. Simulated devices change what comes before.
         blocks: Blocks of BUFR, as for `adapt`.
@@ -212,7 +219,7 @@ def rehearse(
     number = (QUICK_SHIFTS if quick else DEFAULT_SHIFTS) if shifts is None else shifts
     if not is_whole(number) or number < 1:
         raise DataError(f"Expected shifts to be a whole number of at least 1, got {brief(shifts)}.")
-    world = _Home.open(model, home, profile, settings, ignore_label)
+    world = _Home.open(model, home, profile, settings, ignore_label, groups)
     if candidates is None:
         candidates = choose_usual(QUICK_CANDIDATES if quick else CANDIDATES, profile)
         by_class = per_class and world.task == "classes"
@@ -299,13 +306,16 @@ class _Home:
     task: Task
     settings: Settings
     ignore_label: int | None
+    groups: Tensor | None = None
 
     @property
     def samples(self) -> int:
         return len(self.inputs)
 
     @staticmethod
-    def open(model: nn.Module, home: Any, profile: Profile, settings: Settings, ignore_label: int | None) -> _Home:
+    def open(
+        model: nn.Module, home: Any, profile: Profile, settings: Settings, ignore_label: int | None, groups: Any
+    ) -> _Home:
         """Load home data into memory. Without labels, the model's own predictions on clean inputs replace them."""
         place = resolve_device(settings.device)
         feed = Feed(
@@ -323,16 +333,20 @@ class _Home:
         if feed.samples < MIN_SAMPLES:
             raise DataError(f"Expected at least {MIN_SAMPLES} samples of home data, got {feed.samples}. Add some.")
         inputs, labels = feed.inputs, feed.labels
+        if groups is None and isinstance(home, Table):
+            groups = home.groups or None
+        numbers = None if groups is None else as_groups(groups, len(inputs))
         if len(inputs) > MAX_SAMPLES:
             chosen = random_order(len(inputs), settings.seed)[:MAX_SAMPLES].sort().values
             inputs = inputs[chosen.to(inputs.device)]
             labels = None if labels is None else labels[chosen.to(labels.device)]
+            numbers = None if numbers is None else as_groups(numbers[chosen], len(inputs))
         labelled = labels is not None
         if labels is None:
             with on_device(model, place):
                 labels = _answer(model, Feed(inputs, device=place, preprocess=settings.preprocess), settings.output)
         task: Task = "quantities" if labels.is_floating_point() else "classes"
-        return _Home(model, profile, inputs, labels, labelled, task, settings, ignore_label)
+        return _Home(model, profile, inputs, labels, labelled, task, settings, ignore_label, numbers)
 
     def feed(self, inputs: Inputs) -> Feed:
         """Make a feed of inputs with the options of the rehearsal."""
@@ -340,10 +354,15 @@ class _Home:
         return Feed(inputs, batch_size=own.batch_size, device=resolve_device(own.device), preprocess=own.preprocess)
 
     def draw(self, size: int, number: int) -> Tensor:
-        """Draw random sample indices, and return them sorted."""
+        """Draw random sample indices, whole groups if there are groups, and return them sorted."""
         if size >= self.samples:
             return torch.arange(self.samples)
-        return random_order(self.samples, self.settings.seed + 7919 * (number + 1))[:size].sort().values
+        seed = self.settings.seed + 7919 * (number + 1)
+        order = random_order(self.samples, seed)
+        if self.groups is not None:
+            rank = random_order(int(self.groups.max()) + 1, seed).argsort()
+            order = order[rank[self.groups[order]].argsort(stable=True)]
+        return order[:size].sort().values
 
     def score(self, model: nn.Module, inputs: Inputs, labels: Tensor) -> float:
         """Return the accuracy of a model, or its root mean square error."""
@@ -399,12 +418,15 @@ class _Home:
                 predictions.find_threshold(predictions.negative_entropy(logits), share),
             )
             known["shares"] = predictions.class_shares(logits.argmax(1), logits.shape[1]).float()
+            known |= self._measure_groups(logits)
         else:
             known["output_mean"] = reading.outputs.mean(0).cpu()
             known["output_deviation"] = reading.outputs.std(0, unbiased=False).cpu()
             squares = self._square_errors(reading)
             if squares is not None:
                 known["error_kurtosis"] = len(squares) * float(squares.square().sum() / squares.sum().square())
+                if self.groups is not None:
+                    known["design_effect"] = design_effect(squares, self.groups)
         nothing = torch.empty(0)
         return empty_estimates(
             Rehearsal(
@@ -425,9 +447,22 @@ class _Home:
                 scales=nothing,
                 chosen=nothing,
                 settings=self.list_settings(),
+                groups=0 if self.groups is None else int(self.groups.max()) + 1,
                 **known,
             )
         )
+
+    def _measure_groups(self, logits: Tensor) -> dict[str, float]:
+        """Return the design effects of groups on the accuracy and on the predicted classes."""
+        labels, answers = self.labels.flatten().cpu(), logits.argmax(1)
+        if self.groups is None or len(answers) != len(self.groups):
+            return {}
+        correct = (answers == labels).double()
+        # If all samples are correct, only the confidence shows how alike samples of a group are.
+        scored = predictions.confidence(logits) if bool((correct == correct[0]).all()) else correct
+        one_hot = torch.nn.functional.one_hot(answers, logits.shape[1])
+        both = (design_effect(values, self.groups) for values in (scored, one_hot))
+        return dict(zip(("design_effect", "answer_design_effect"), both, strict=True))
 
     def _count_by_class(self, classes: int) -> dict[str, Tensor]:
         """Count histograms per true class in the form of `Rehearsal.by_class`; return {} if they are too large."""
@@ -470,8 +505,8 @@ class _Home:
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of home inputs and labels."""
-        both = fingerprints.digest(self.inputs) + fingerprints.digest(self.labels)
-        return hashlib.sha256(both.encode()).hexdigest()
+        parts = [self.inputs, self.labels] + ([] if self.groups is None else [self.groups])
+        return hashlib.sha256("".join(map(fingerprints.digest, parts)).encode()).hexdigest()
 
     def _find_remark(self, reading: Reading, score: float) -> str:
         """Return a remark if the data look like those the model was trained on or profiled with."""
@@ -485,7 +520,21 @@ class _Home:
             return f"sample {worst} makes {share:.0%} of the squared error at home; check its label, or leave it out"
         if self.labelled and self.task == "classes" and score >= TOO_GOOD and self.samples >= 1000:
             return "the model answers all home data correctly; if it was trained on them, estimates are too high"
+        if self.groups is None and by_input and self._resemble_neighbours(reading, squares):
+            return (
+                "neighbouring home samples resemble each other, as frames of one patient or windows of one recording "
+                "do; intervals are too narrow unless you pass groups="
+            )
         return ""
+
+    def _resemble_neighbours(self, reading: Reading, squares: Tensor | None) -> bool:
+        if self.task == "quantities":
+            return squares is not None and resemble_neighbours(squares, torch.zeros(len(squares)))
+        logits, labels = as_class_logits(reading.outputs).cpu(), self.labels.flatten().cpu()
+        if len(logits) != len(labels) or self.ignore_label is not None:
+            return False
+        correct = (logits.argmax(1) == labels).double()
+        return any(resemble_neighbours(values, labels) for values in (logits, correct))
 
     def _square_errors(self, reading: Reading) -> Tensor | None:
         """Return the squared error of each sample, `[N]`; None for maps, or if all errors are zero."""
@@ -510,7 +559,8 @@ class _Home:
             if self.task == "classes":
                 # Draws share the class shares of the samples they come from. Data of a site do not.
                 means[-1][skew] = 0.0
-                deviations[-1][skew] = predictions.skew_by_chance(record.shares, size, self.samples)[1]
+                both = (number / record.answer_design_effect for number in (size, self.samples))
+                deviations[-1][skew] = predictions.skew_by_chance(record.shares, *both)[1]
         return torch.stack(means).float(), torch.stack(deviations).float()
 
     def _read_row(self, record: Rehearsal, places: Tensor) -> Tensor:

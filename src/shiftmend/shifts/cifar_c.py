@@ -150,7 +150,22 @@ def zoom_blur(images: Tensor, *, generator: torch.Generator | None = None, copie
 
 
 def zoom(values: Tensor, factor: float) -> Tensor:
-    """Enlarge `[..., H, W]` about its middle by `factor`, keeping the size; float64 inside."""
+    """Enlarge images about their centre by linear interpolation, and crop them to their old size.
+
+    Args:
+        values: Images `[..., H, W]`.
+        factor: Factor of at least 1 by which both sides are enlarged.
+
+    Returns:
+        The enlarged images, with the shape and dtype of `values`. Intermediate results are float64.
+
+    Example:
+        >>> zoom(torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0], [0.0] * 4]), 2)
+        tensor([[1., 1., 1., 1.],
+                [1., 1., 1., 1.],
+                [1., 1., 1., 1.],
+                [1., 1., 1., 1.]])
+    """
     rows = zoom_matrix(values.shape[-2], factor).to(values.device)
     columns = zoom_matrix(values.shape[-1], factor).to(values.device)
     return (rows @ values.double() @ columns.T).to(values.dtype)
@@ -461,7 +476,20 @@ def luminance(unit: Tensor) -> Tensor:
 
 
 def to_hsv(unit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Split colour into hue in [0, 1), saturation and value, each `[N, H, W]`. Grey has hue 0 and saturation 0."""
+    """Convert RGB images to hue, saturation and value (HSV).
+
+    Args:
+        unit: RGB images `[N, 3, H, W]` with values from 0 to 1.
+
+    Returns:
+        Hue in [0, 1), saturation in [0, 1] and value in [0, 1], each `[N, H, W]`. Grey pixels have hue 0 and
+        saturation 0.
+
+    Example:
+        >>> dark_green = torch.tensor([0.0, 0.5, 0.0]).view(1, 3, 1, 1)
+        >>> [round(channel.item(), 2) for channel in to_hsv(dark_green)]
+        [0.33, 1.0, 0.5]
+    """
     red, green, blue = unit.unbind(1)
     value = unit.amax(dim=1)
     spread = value - unit.amin(dim=1)

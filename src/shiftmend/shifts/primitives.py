@@ -225,7 +225,10 @@ def count_photons(unit: Tensor, photons: float, read_noise: float, generator: to
 def stick_pixels(
     images: Tensor, share_of_pixels: float, share_of_rows: float, white: float, generator: torch.Generator
 ) -> Tensor:
-    """Stick pixels of `[..., H, W]` at 0 or `white`, half of them each, and rows at 0; the same ones in every image."""
+    """Set random pixels of images `[..., H, W]` to 0 or `white`, half of them each, and random rows to 0.
+
+    The pixels and rows are the same in every image.
+    """
     height, width = images.shape[-2:]
     draws = torch.rand(height, width, generator=generator, device=generator.device).to(images.device)
     order = torch.rand(height, generator=generator, device=generator.device).argsort().to(images.device)

@@ -382,7 +382,7 @@ _DRAWERS: dict[str, Callable[[np.random.Generator], Field]] = {
 
 @functools.cache
 def draw_texture(name: str) -> NDArray[np.uint8]:
-    """Draw the texture of this name, uint8 `[3, 288, 288]`, read-only; the same on every call."""
+    """Draw a texture by name as a read-only uint8 array `[3, 288, 288]`, which is the same on every call."""
     random = np.random.Generator(np.random.PCG64(list(_DRAWERS).index(name)))
     picture = _DRAWERS[name](random).clip(0, 255).round().astype(np.uint8)
     picture.flags.writeable = False

@@ -33,7 +33,7 @@ class Answers:
 
     @classmethod
     def mix(cls, parts: Sequence[Answers], times: Sequence[float]) -> Answers:
-        """Combine the predictions of all samples, with the weight `times` for each sample of a part."""
+        """Combine predictions on several sets of samples, weighting each sample of `parts[i]` by `times[i]`."""
         sizes = [part.samples * number for part, number in zip(parts, times, strict=True)]
         # Plain numbers are used, because a tensor would lie on torch's default device.
         weights = [size / sum(sizes) for size in sizes]

@@ -41,7 +41,7 @@ class MarginalGaussian:
 
     @classmethod
     def mix(cls, parts: Sequence[MarginalGaussian], times: Sequence[float]) -> MarginalGaussian:
-        """Combine the Gaussian of all samples, with the weight `times` for each sample of a part."""
+        """Combine Gaussians of several sets of samples, weighting each sample of `parts[i]` by `times[i]`."""
         return MarginalGaussian(*_mix_moments(parts, [part.variance for part in parts], times))
 
     def divergence(self, values: Tensor) -> Tensor:
@@ -110,7 +110,18 @@ class FullGaussian:
 
     @classmethod
     def mix(cls, parts: Sequence[FullGaussian], times: Sequence[float]) -> FullGaussian:
-        """Combine the Gaussians of all samples, with the weight `times` for each sample of a part."""
+        """Combine Gaussians of several sets of samples into the Gaussian of their union.
+
+        Args:
+            parts: A Gaussian of each set, all of the same units.
+            times: Weight of each sample of a set, one number per set. A 2 counts each sample twice.
+
+        Returns:
+            The Gaussian of the weighted samples, with their number rounded.
+
+        Raises:
+            ProfileError: If the Gaussians have different numbers of units.
+        """
         return FullGaussian(*_mix_moments(parts, [part.covariance for part in parts], times))
 
     def divergence(self, values: Tensor, shrinkage: float = 0.0) -> Tensor:

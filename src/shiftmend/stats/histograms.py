@@ -413,7 +413,7 @@ class Histogram:
 
     @classmethod
     def mix(cls, parts: Sequence[Histogram], times: Sequence[float]) -> Histogram:
-        """Add histograms with the same ranges and bins, with the weight `times` for each sample of a part."""
+        """Add histograms with the same ranges and bins, weighting each sample of `parts[i]` by `times[i]`."""
         first = parts[0]
         for other in parts[1:]:
             same_ranges = torch.equal(first.low, other.low) and torch.equal(first.high, other.high)

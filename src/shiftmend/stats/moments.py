@@ -72,7 +72,7 @@ class Moments:
 
     @classmethod
     def mix(cls, parts: Sequence[Moments], times: Sequence[float]) -> Moments:
-        """Combine the moments of all samples, with the weight `times` for each sample of a part."""
+        """Combine moments of several sets of samples, weighting each sample of `parts[i]` by `times[i]`."""
         return cls._from(MarginalGaussian.mix([part._gaussian() for part in parts], times))
 
     def divergence(self, values: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class Quantiles:
 
     @classmethod
     def mix(cls, parts: Sequence[Quantiles], times: Sequence[float]) -> Quantiles:
-        """Combine the quantiles of all samples, with the weight `times` for each sample of a part.
+        """Combine quantiles of several sets of samples, weighting each sample of `parts[i]` by `times[i]`.
 
         Each part is represented by the middles of its equal shares, so the result is approximate.
         """

@@ -86,7 +86,7 @@ class Slices:
 
     @classmethod
     def mix(cls, parts: Sequence[Slices], times: Sequence[float]) -> Slices:
-        """Add slices in the same directions, with the weight `times` for each sample of a part."""
+        """Add slices in the same directions, weighting each sample of `parts[i]` by `times[i]`."""
         first = parts[0]
         for other in parts[1:]:
             if first.seed != other.seed or not torch.equal(first.projector.weight, other.projector.weight):

@@ -63,7 +63,15 @@ class Statistic(Protocol):
 
     @classmethod
     def mix(cls, parts: Sequence[Self], times: Sequence[float]) -> Self:
-        """Return the statistic of all samples together, where each sample of a part counts `times` (above 0)."""
+        """Combine statistics of several sets of samples into the statistic of their union.
+
+        Args:
+            parts: A statistic of each set.
+            times: Weight of each sample of a set, one number above 0 per set. A 2 counts each sample twice.
+
+        Returns:
+            The statistic of the weighted samples, with their number rounded.
+        """
         ...
 
     def divergence(self, values: Tensor) -> Tensor:

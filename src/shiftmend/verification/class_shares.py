@@ -208,8 +208,9 @@ def estimate_shares(outputs: Tensor, record: Rehearsal, seed: int = 0) -> Shares
         drawn = weights @ answers
     # Home is a sample as well, so its probabilities and its confusion matrix have sampling noise.
     deviation = drawn.std(0) * (len(rows) / samples) ** 0.5 * (1 + samples / record.samples) ** 0.5
+    deviation = deviation * record.answer_design_effect**0.5
     # A class without predictions among n samples may still have a share of ln(10) / n.
-    half = (1.6449 * deviation).clamp_min(math.log(10) / samples)
+    half = (1.6449 * deviation).clamp_min(math.log(10) * record.answer_design_effect / samples)
     other = invert_confusion(class_shares(logits.argmax(1), len(home)), record.confusion)
     reasons = _find_reasons(values, half, other, deviation, samples)
     return Shares(

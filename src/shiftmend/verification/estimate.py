@@ -123,7 +123,18 @@ class Estimate:
         return "classes" if self.metric in ("accuracy", "agreement") else "quantities"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the estimate as JSON for a manifest. A withheld value is left out, so that nobody misreads it."""
+        """Convert the estimate to a JSON object for a manifest.
+
+        Returns:
+            The entries `value`, `low`, `high`, `metric`, `reliable` and `reasons`, and `labelled` if there are labelled
+            samples. The `value` of an invalid estimate is None. The attribute `withheld` is never included, because a
+            reader of the manifest could mistake its number for a valid estimate.
+
+        Example:
+            >>> from shiftmend import Estimate
+            >>> Estimate(0.85, 0.82, 0.87, "accuracy").to_json()
+            {'value': 0.85, 'low': 0.82, 'high': 0.87, 'metric': 'accuracy', 'reliable': True, 'reasons': []}
+        """
         facts: dict[str, Any] = {name: getattr(self, name) for name in ("value", "low", "high", "metric", "reliable")}
         facts["reasons"] = list(self.reasons)
         if self.labelled is not None:
@@ -707,7 +718,8 @@ class Estimator:
         deviation = self._describe_home(name, samples)[1]
         if not math.isfinite(deviation):
             share = min(max(value, 0.0), 1.0) if self.record.task == "classes" else 0.0
-            deviation = math.sqrt(share * (1 - share) * (1 / samples + 1 / self.record.samples))
+            both = 1 / samples + 1 / self.record.samples
+            deviation = math.sqrt(share * (1 - share) * both * self.record.design_effect)
         return NORMAL_QUANTILE * deviation
 
     def _list_fits(self, candidate: str, signals: Mapping[str, float], samples: int) -> list[Fitted]:
@@ -1053,8 +1065,11 @@ class Estimator:
         return f"the signals leave too much open ({self.record.metric} between {ends[0]} and {ends[1]})"
 
     def _sampling_error(self, value: float, samples: int) -> float:
-        """Return the standard error of a score, from the numbers of samples at the site and at home."""
-        both = 1 / samples + 1 / self.record.samples
+        """Return the standard error of a score, from the numbers of samples at the site and at home.
+
+        Where home samples come in groups, those of the site are assumed to come in groups of the same size.
+        """
+        both = self.record.design_effect * (1 / samples + 1 / self.record.samples)
         if self.record.task == "classes":
             share = min(max(value, 0.0), 1.0)
             return math.sqrt(max(share * (1 - share), 1e-6) * both)
@@ -1119,7 +1134,8 @@ class Estimator:
         # added.
         known = (record.confusion.double().diagonal() + 1) / (counts + 2)
         at_home = float((values.square() * known * (1 - known) / counts.clamp_min(1)).sum())
-        chance = NORMAL_QUANTILE * math.sqrt(at_home + max(score * (1 - score), 1e-6) / shares.samples)
+        variance = at_home + max(score * (1 - score), 1e-6) / shares.samples
+        chance = NORMAL_QUANTILE * math.sqrt(record.design_effect * variance)
         half = math.hypot(chance, unknown, max(AS_CERTAIN, hidden))
         low, high = max(0.0, score - half), min(1.0, score + math.hypot(chance, unknown, AS_CERTAIN))
         reasons = list(shares.reasons)

@@ -23,7 +23,19 @@ TRANSPORT_ROUNDS = 100
 
 
 def as_class_logits(outputs: Tensor) -> Tensor:
-    """Return logits `[M, classes]`; a single output becomes the logits of two classes."""
+    """Return outputs as class logits, and give a binary classifier's one column a second class.
+
+    Args:
+        outputs: Outputs of a classifier, `[M, C]`. With C = 1, the column is the logit of class 1 against class 0.
+
+    Returns:
+        Logits `[M, classes]`: `outputs` itself if C is at least 2, else `[M, 2]`, where class 0 has the logit 0.
+
+    Example:
+        >>> as_class_logits(torch.tensor([[1.5], [-2.0]]))
+        tensor([[ 0.0000,  1.5000],
+                [ 0.0000, -2.0000]])
+    """
     return torch.cat([torch.zeros_like(outputs), outputs], 1) if outputs.shape[1] == 1 else outputs
 
 
@@ -125,14 +137,14 @@ def class_shares(answers: Tensor, classes: int) -> Tensor:
     return torch.bincount(answers.flatten().cpu(), minlength=classes).double() / max(1, answers.numel())
 
 
-def skew(shares: Tensor, home: Tensor, samples: int | None = None, home_samples: int | None = None) -> float:
+def skew(shares: Tensor, home: Tensor, samples: float | None = None, home_samples: float | None = None) -> float:
     """Return the total variation between two sets of class shares, minus its expected sampling noise.
 
     Args:
         shares: Share of each class among the predictions, `[classes]`.
         home: The same at home.
-        samples: Number of predictions behind `shares`; None if they are exact.
-        home_samples: Number of predictions behind `home`.
+        samples: Number of independent predictions behind `shares`; None if they are exact.
+        home_samples: Number of independent predictions behind `home`.
 
     Returns:
         About 0 if the shares differ by sampling noise only, 1 if they have no class in common. Negative values mean
@@ -148,7 +160,7 @@ def skew(shares: Tensor, home: Tensor, samples: int | None = None, home_samples:
     return round(apart - skew_by_chance(home, samples, home_samples)[0], 9)
 
 
-def skew_by_chance(home: Tensor, samples: int | None, home_samples: int | None = None) -> tuple[float, float]:
+def skew_by_chance(home: Tensor, samples: float | None, home_samples: float | None = None) -> tuple[float, float]:
     """Return mean and standard deviation of the total variation between two samples with the same class shares.
 
     Args:

@@ -351,7 +351,7 @@ def best_pair(first: Sequence[float], second: Sequence[float], good: Sequence[bo
 
 
 def _go_half_way(values: NDArray[np.float64], index: int) -> float:
-    """Return the middle between a sorted value and the next one; the value itself if there is none between them."""
+    """Return the number halfway between two neighbouring values, or the lower value if no float lies between them."""
     low = float(values[index])
     if index + 1 == len(values):
         return low

@@ -471,7 +471,12 @@ def estimates(run: Mapping[str, Part]) -> list[Block]:
 
 
 def _summarise_estimates(results: Sequence[Result]) -> tuple[Entry, ...]:
-    """Return mean accuracy; of what was told estimate, truth, error, intervals that hold, number; the number of all."""
+    """Summarise estimates after adaptation by seven entries.
+
+    The first is the mean true accuracy of all results. Then follow four means over the results with a valid estimate:
+    estimate, true accuracy, absolute error, and share of intervals that contain the truth. The last two entries are the
+    numbers of valid estimates and of all results.
+    """
     pairs = [(result.manifest["estimate"]["after"], result.last.accuracy) for result in results if result.last]
     told = [(one, truth) for one, truth in pairs if one is not None and one["value"] is not None]
     ended = [(one, truth) for one, truth in told if one["low"] is not None]
@@ -672,7 +677,7 @@ def _chance(p: float | None) -> Entry:
 
 
 def restoration(part: Part) -> list[Block]:
-    """Show restoration distance and ECE of each method, and their correlation; nothing without clean images."""
+    """Show restoration distance and ECE of each method, and their correlation, if clean images were measured."""
     if all(result.restoration_distance is None for result in part.unsupervised):
         return []
     others = with_another_source(part.benchmark, part.protocol)

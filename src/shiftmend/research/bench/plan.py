@@ -134,7 +134,7 @@ def _probe_inputs(preprocess: Preprocess) -> Any:
 
 
 def rates_for(setting: Setting, rates: Sequence[float] | None) -> tuple[float, ...]:
-    """Sort the learning rates to try with a setting; none if its method has no learning rate."""
+    """Sort the learning rates to try with a setting. The result is empty if its method has no learning rate."""
     has_one = setting.method != AUTO and any(
         option.name == "learning_rate" for option in fields(METHODS[setting.method])
     )

@@ -71,7 +71,15 @@ def draw_curves(
 
 
 def unfreezing_moments(history: History) -> list[tuple[int, str]]:
-    """Return the epoch after which each block is unfrozen, and its name; none if all is trained from the start."""
+    """List the blocks in the order in which they are unfrozen.
+
+    Args:
+        history: Rows of a run, starting with epoch 0, the state before training.
+
+    Returns:
+        Pairs of the last epoch before a block is unfrozen and the block's name. The list is empty if the whole model is
+        trained from the start.
+    """
     rows = [_to_dict(row) for row in history]
     marks = [
         (before["epoch"], after["block"])
