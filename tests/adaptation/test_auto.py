@@ -15,7 +15,15 @@ from rehearsed_world import CANDIDATES, Site, draw, rehearsed, trained
 from torch import Tensor, nn
 
 import shiftmend
-from shiftmend.adaptation.auto import Trial, _choose_by_features, list_candidates, may_replace
+from shiftmend.adaptation.auto import CANDIDATES as CANDIDATES_OF_AUTO
+from shiftmend.adaptation.auto import (
+    Trial,
+    _choose_by_features,
+    choose_usual,
+    list_candidates,
+    may_replace,
+    tell_change,
+)
 from shiftmend.adaptation.result import Adaptation
 from shiftmend.engine.method import describe_method
 from shiftmend.errors import AdaptationError
@@ -238,6 +246,66 @@ def test_candidates_are_those_that_were_rehearsed() -> None:
     _, profile = trained()
     assert len(list_candidates(None, profile)) > 3
     assert list(list_candidates(["bufr", "untouched"], profile)) == [UNTOUCHED, "bufr"]
+
+
+def test_candidates_that_could_change_nothing_are_left_out() -> None:
+    model, profile = trained()
+    assert "fr-shares" not in list_candidates(None, profile)  # It needs the histograms of a rehearsal.
+    assert {"adabn", "fr-shares"} <= set(choose_usual(CANDIDATES_OF_AUTO, profile, model))
+    plain = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
+    assert {"adabn", "fr-shares"} & set(choose_usual(CANDIDATES_OF_AUTO, profile, plain)) == {"fr-shares"}
+    assert not {"adabn", "fr-shares"} & set(choose_usual(CANDIDATES_OF_AUTO, profile, plain[0]))
+    assert "bufr" in choose_usual(CANDIDATES_OF_AUTO, profile, plain[0])
+
+
+@pytest.mark.parametrize(
+    ("beyond", "lost", "told"),
+    [(0.3, 0.0, "both"), (0.02, 0.0, "device"), (0.15, 0.1, None), (0.3, None, None), (None, 0.0, None)],
+)
+def test_mistakes_of_the_adapted_model_may_look_like_other_shares(
+    beyond: float | None, lost: float | None, told: str | None
+) -> None:
+    record = rehearsed().rehearsal
+    assert record is not None
+    assert tell_change(beyond, 500, record, lost) == told
+
+
+@pytest.mark.slow
+def test_where_nothing_is_taken_a_candidate_still_tells_of_the_untouched_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    site = shifted()
+    monkeypatch.setattr(Estimator, "choose", lambda *given: UNTOUCHED)
+    result = adapt(site.inputs)
+    assert_untouched(result)
+    own = next(one.estimate for one in result.candidates if one.name == UNTOUCHED)
+    assert result.estimate is not None
+    before, after = result.estimate.before, result.estimate.after
+    assert own is not None
+    assert before is not None
+    assert before == after
+    assert before.low is not None
+    assert before.high is not None
+    assert before.low <= site.accuracy(trained()[0]) <= before.high
+    assert own.low is None or own.high is None or before.high - before.low < own.high - own.low
+
+
+@pytest.mark.slow
+def test_data_within_the_range_of_groups_at_home_are_left_alone() -> None:
+    profile = rehearsed()
+    record = profile.rehearsal
+    assert record is not None
+    inputs = draw(500, 11).inputs + 0.3 * OFFSET
+    plain = adapt(inputs)
+    assert len(plain.candidates) > 1
+    grouped = replace(record, groups=10, design_effect=4.0, group_deviation=50 * record.home_deviation)
+    result = adapt(inputs, replace(profile, rehearsal=grouped))
+    assert_untouched(result)
+    assert result.changed is None
+    assert "groups" in result.reason
+    assert [one.name for one in result.candidates] == [UNTOUCHED]
+    # The data of home itself are still told as such.
+    assert adapt(draw(500, 11).inputs, replace(profile, rehearsal=grouped)).changed == "neither"
 
 
 @pytest.mark.slow

@@ -222,7 +222,7 @@ def test_without_a_rehearsal_adapt_says_so(home: Path, tmp_path: Path, capsys: p
     given = ["-d", home / "away.npz", "-p", home / "p", "-o", tmp_path, "--candidates", "adabn"]
     code, out, err = call(capsys, "adapt", *common(home), *given)
     assert code == 0
-    assert out.startswith("accuracy cannot be told: the profile was not rehearsed")
+    assert out.startswith("before and after: accuracy cannot be told: the profile was not rehearsed")
     assert "not rehearsed" in err
 
 

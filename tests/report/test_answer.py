@@ -240,6 +240,10 @@ def test_calibration_is_told_in_one_sentence(bare: Facts) -> None:
         return Page(render(replace(bare, mending=replace(bare.mending, manifest=manifest))))  # type: ignore[type-var]
 
     adjusted, refused = said({"temperature": 1.5}), said({"refused": "it has no last layer"})
+    at_home = said({"temperature": 1.5, "by": "home"})
+    assert "mean equals" not in at_home.sections["predictions"]
+    assert "accuracy here is" in at_home.sections["predictions"]
+    assert "labels at home by a temperature of 1.5" in at_home.sections["run"]
     assert "adjusted so that their mean equals the estimated accuracy" in adjusted.sections["predictions"]
     assert "temperature of 1.5" in adjusted.sections["run"]
     assert "adjusted so that" not in refused.sections["predictions"]

@@ -94,6 +94,25 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
     assert 0.82 <= held / 120 <= 0.98
 
 
+def test_mistakes_that_home_did_not_have_widen_intervals() -> None:
+    logits = draw_logits(np.array([0.2, 0.5, 0.3]), 400, 9)[0]
+    plain, poor, unknown = (estimate_shares(logits, make_home(), lost=lost) for lost in (0.0, 0.05, None))
+    assert poor.values == unknown.values == plain.values
+    assert poor.high[1] == pytest.approx(plain.high[1] + 0.05)
+    assert poor.low[1] == pytest.approx(plain.low[1] - 0.05)
+    assert plain.reliable
+    assert any("accuracy" in reason for reason in unknown.reasons)
+
+
+def test_groups_at_home_widen_intervals() -> None:
+    logits = draw_logits(np.array([0.2, 0.5, 0.3]), 400, 9)[0]
+    plain, grouped = (
+        estimate_shares(logits, replace(make_home(), answer_design_effect=effect)) for effect in (1.0, 4.0)
+    )
+    assert grouped.values == plain.values
+    assert grouped.high[1] - grouped.values[1] == pytest.approx(2 * (plain.high[1] - plain.values[1]))
+
+
 def test_a_class_that_is_not_seen_may_still_be_there() -> None:
     found = estimate_shares(draw_logits(np.array([0.5, 0.5, 0.0]), 400, 9)[0], make_home())
     assert found.high[2] >= 2.3 / 400

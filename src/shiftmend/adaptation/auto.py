@@ -88,7 +88,9 @@ def list_candidates(given: CandidateNames | None, profile: Profile) -> dict[str,
     if given is None:
         rehearsed = profile.rehearsal.candidates if profile.rehearsal is not None else ()
         # A user's own method cannot be constructed from its name.
-        given = tuple(name for name in rehearsed if name in METHODS) or choose_usual(CANDIDATES, profile)
+        # Without a rehearsal, there are no histograms of the classes.
+        usual = [name for name in CANDIDATES if not METHODS[name].frees_shares]
+        given = tuple(name for name in rehearsed if name in METHODS) or choose_usual(usual, profile)
     elif isinstance(given, str | Method | type) or not isinstance(given, Iterable):
         raise AdaptationError(
             f"Expected candidates to be a list of methods, e.g. ['adabn', 'bufr'], got {brief(given)}."
@@ -104,13 +106,25 @@ def list_candidates(given: CandidateNames | None, profile: Profile) -> dict[str,
     return methods
 
 
-def choose_usual(names: Sequence[str], profile: Profile) -> tuple[str, ...]:
-    """Return the candidates that suit the inputs of a model: several are not mapped, and of images few channels are."""
-    if isinstance(profile.inputs, TreeSummary):
-        return tuple(name for name in names if not METHODS[name].maps_inputs)
-    # Each column of a table has a gain and an offset of its own, which FR alone would have to undo by its weights.
-    is_table = len(profile.inputs.shape) == 1
-    return tuple(name for name in names if is_table or not METHODS[name].for_tables)
+def choose_usual(names: Sequence[str], profile: Profile, model: nn.Module | None = None) -> tuple[str, ...]:
+    """Return the candidates that suit the inputs and the layers of a model.
+
+    Args:
+        names: Names of methods.
+        profile: The source's profile.
+        model: The model; None keeps methods for layers that it may lack.
+    """
+    kinds = [type(module) for module in model.modules()] if model is not None else []
+
+    def suits(method: type[Method]) -> bool:
+        if model is not None and method.layers and not any(issubclass(kind, method.layers) for kind in kinds):
+            return False
+        if isinstance(profile.inputs, TreeSummary):
+            return not method.maps_inputs
+        # Each column of a table has a gain and an offset of its own, which FR alone would have to undo by its weights.
+        return len(profile.inputs.shape) == 1 or not method.for_tables
+
+    return tuple(name for name in names if suits(METHODS[name]))
 
 
 def try_candidates(task: Task, settings: Settings, methods: Mapping[str, Method]) -> list[Trial]:
@@ -231,6 +245,8 @@ def adapt_auto(
     estimator = Estimator(record)
     if estimator.is_at_home(untouched.signals, untouched.reading.samples):
         return _finish_at_home(untouched, estimator)
+    if estimator.is_at_home(untouched.signals, untouched.reading.samples, grouped=True):
+        return _finish_as_other_groups(untouched, estimator)
     free = None
     if has_skew := answers_other_classes(untouched.reading, task.profile):
         free = compare_with_free_shares(task, untouched)
@@ -266,6 +282,20 @@ def _finish_at_home(untouched: Trial, estimator: Estimator) -> Adaptation:
     tried = (Candidate(UNTOUCHED, estimate, untouched.signals, untouched.seconds),)
     result.changed = "neither"
     reason = "the data are as at home, so nothing was changed"
+    return _complete(result, Estimates(estimate, estimate), tried, reason, estimator.record)
+
+
+def _finish_as_other_groups(untouched: Trial, estimator: Estimator) -> Adaptation:
+    """Return the untouched model, because other groups at home, such as patients, differ as much.
+
+    A small device could hide in that range, so the estimate comes from the signals.
+    """
+    result, reading = untouched.adaptation, untouched.reading
+    assert result is not None
+    assert reading is not None
+    estimate = estimator.estimate(UNTOUCHED, untouched.signals, reading.samples)
+    tried = (Candidate(UNTOUCHED, estimate, untouched.signals, untouched.seconds),)
+    reason = "the data differ from home no more than groups at home do, so nothing was changed"
     return _complete(result, Estimates(estimate, estimate), tried, reason, estimator.record)
 
 
@@ -393,32 +423,65 @@ def _finish_rehearsed(
         reasons=record.find_differences(describe_method(chosen.method)),
     )
     reason = "its estimate is the best"
+    if not after.reliable:
+        reason = "its signals are the best, but leave its accuracy unknown; label about fifty samples before using it"
     if before is not None:
-        apart = chosen.reading.measure_distance(record)
-        signals, samples = trials[0].signals, trials[0].reading.samples
-        before = estimator.estimate_before(before, after, name, signals, samples, distance=apart)
+        # A rejected candidate with a valid estimate tells the score of the untouched model where both agree.
+        others = {one.name: one.estimate for one in tried} if name == UNTOUCHED and not has_skew else {}
+        for trial in trials:
+            told = after if trial is chosen else others.get(trial.name)
+            if told is not None and trial.reading is not None:
+                apart, size = trial.reading.measure_distance(record), trials[0].reading.samples
+                before = estimator.estimate_before(before, told, trial.name, trials[0].signals, size, distance=apart)
     if name == UNTOUCHED:
+        after = after if before is None else before
         reason = "no candidate is clearly better than the untouched model"
-        if has_skew and before is not None:
-            after, reason = before, f"{OTHER_SHARES}, so nothing was changed"
+        if has_skew:
+            reason = f"{OTHER_SHARES}, so nothing was changed"
     result = chosen.adaptation
     if record.task == "classes" and record.confusion.numel() and name != UNTOUCHED:
-        result.shares = estimate_shares(chosen.reading.outputs, record)
-    result.changed = tell_change(result.shares, record)
+        lost = find_loss(after, record)
+        result.shares = estimate_shares(chosen.reading.outputs, record, lost=lost)
+        result.changed = tell_change(measure_other_shares(result.shares, record), result.shares.samples, record, lost)
     _complete(result, Estimates(before, after), tuple(tried), reason, record)
     if calibrate and name != UNTOUCHED:
         calibrate_result(result, chosen.reading, task, output)
     return result
 
 
-def tell_change(shares: Shares | None, record: Rehearsal) -> Change | None:
-    """Tell whether class shares changed beside the device; None if the shares are not known."""
-    if shares is None or not shares.reliable:
+def find_loss(estimate: Estimate, record: Rehearsal) -> float | None:
+    """Return how much accuracy was lost since home, 0 at least; None if the accuracy is unknown."""
+    return None if estimate.value is None else max(0.0, record.score - estimate.value)
+
+
+def measure_other_shares(shares: Shares, record: Rehearsal) -> float | None:
+    """Return the total variation of class shares from those of home, beyond chance; None if they are not reliable."""
+    if not shares.reliable:
         return None
     both = [number / record.answer_design_effect for number in (shares.samples, record.samples)]
-    by_chance = HOME_DEVIATIONS * skew_by_chance(record.label_shares, *both)[1]
-    beyond = skew(torch.tensor(shares.values), record.label_shares, *both)
-    return "both" if beyond > max(OTHER_PATIENTS, by_chance) else "device"
+    return skew(torch.tensor(shares.values), record.label_shares, *both)
+
+
+def tell_change(beyond: float | None, samples: int, record: Rehearsal, lost: float | None) -> Change | None:
+    """Tell, after adapting, whether class shares changed beside the device.
+
+    Args:
+        beyond: Total variation of the class shares from those of home, beyond chance; None if unknown.
+        samples: Number of samples at the site.
+        record: The rehearsal in the profile.
+        lost: Accuracy that the adapted model has lost since home, whose mistakes may look like other shares; None if
+            unknown.
+
+    Returns:
+        `"both"` or `"device"`; None if the mistakes of the model leave it open.
+    """
+    if beyond is None or lost is None:
+        return None
+    both = [number / record.answer_design_effect for number in (samples, record.samples)]
+    limit = max(OTHER_PATIENTS, HOME_DEVIATIONS * skew_by_chance(record.label_shares, *both)[1])
+    if beyond <= limit:
+        return "device"
+    return "both" if beyond > limit + lost else None
 
 
 def _finish_unrehearsed(trials: Sequence[Trial], chosen: Trial, reason: str) -> Adaptation:

@@ -15,7 +15,7 @@ from shiftmend.__about__ import __version__
 from shiftmend.engine.history import Epoch
 from shiftmend.errors import AdaptationError
 from shiftmend.introspection.model_state import full_state_dict, save_tensors
-from shiftmend.profiles.rehearsal import name_candidate
+from shiftmend.profiles.rehearsal import UNTOUCHED, name_candidate
 from shiftmend.utils import sealing, signing
 from shiftmend.utils.checks import counted
 from shiftmend.utils.files import as_path, check_folder, hash_file, writing_folder
@@ -181,7 +181,9 @@ class Adaptation:
         if tried:
             own, every = self.manifest["method"]["learning_rate"], ", ".join(f"{rate:g}" for rate in tried)
             lines[0] += f"; learning rate {own:g}, chosen without labels of {every}"
-        lines += [f"  features before  {self.before}"] if self.before else []
+        # Before adapting, nothing was restored yet.
+        before = str(self.before).replace("restored", "as at home", 1)
+        lines += [f"  features before  {before}"] if self.before else []
         lines += [f"  features after   {self.after}"] if self.after else []
         lines += [f"  this may have done harm: {'; '.join(self.harm)}"] if self.harm else []
         return "\n".join(headline + lines)
@@ -195,8 +197,10 @@ class Adaptation:
         if before is not None and after is not None:
             if before.reliable or after.reliable:
                 lines += [f"before  {before}", f"after   {after}"]
-            else:
+            elif self.manifest["method"]["name"] == UNTOUCHED:
                 lines.append(str(after))
+            else:
+                lines.append(f"before and after: {after}")
         if self.candidates:
             tried = [name_candidate(one.name) for one in self.candidates]
             name = name_candidate(self.manifest["method"]["name"])

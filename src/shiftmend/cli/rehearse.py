@@ -22,6 +22,8 @@ from shiftmend.utils.json import dumps
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
+    from torch import nn
+
     from shiftmend.cli.loading import Data
 
 logger = logging.getLogger(__name__)
@@ -93,7 +95,7 @@ def rehearse(
         _check_sendable(net, named)
     if not as_json and not extend:
         number = shifts if devices is None else len(devices)
-        say(_announce(given, home, number, named, site_size, quick, workers))
+        say(_announce(net, given, home, number, named, site_size, quick, workers))
     with _processes(workers) as executor:
         made = shiftmend.rehearse(
             net,
@@ -125,6 +127,7 @@ def rehearse(
 
 
 def _announce(
+    model: nn.Module,
     given: Data,
     profile: Any,
     shifts: int | None,
@@ -134,7 +137,7 @@ def _announce(
     workers: int,
 ) -> str:
     """Describe in one line what will be done, how long it will take, and what `--quick` would leave out."""
-    from shiftmend.adaptation.auto import CANDIDATES, list_candidates
+    from shiftmend.adaptation.auto import CANDIDATES, choose_usual, list_candidates
     from shiftmend.rehearsal import rehearse as library
 
     samples = min(len(given.inputs), library.MAX_SAMPLES)
@@ -142,7 +145,7 @@ def _announce(
     usual = library.QUICK_SHIFTS if quick else library.DEFAULT_SHIFTS
     number = usual if shifts is None else shifts
     default = library.QUICK_CANDIDATES if quick else CANDIDATES
-    methods = list_candidates(default if candidates is None else candidates, profile)
+    methods = list_candidates(choose_usual(default, profile, model) if candidates is None else candidates, profile)
     # The unshifted data are rehearsed as well.
     length = max(1, math.ceil((number + 1) * sum(sizes) / samples))
     labels = "with their labels" if given.labels is not None else "without labels"

@@ -151,6 +151,8 @@ class Method:
     """Whether the method maps the inputs, which must then be one tensor."""
     for_tables: ClassVar[bool] = False
     """Whether `auto` tries the method for tables and spectra alone."""
+    layers: ClassVar[tuple[type[nn.Module], ...]] = ()
+    """Kinds of layers that the method changes; empty if it can change any. `auto` skips it for models without them."""
     dropout: ClassVar[bool] = False
     """Whether dropout is active during training; on a stream it never is."""
     minimises_entropy: ClassVar[bool] = False

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shiftmend.engine.method import Method, Network, Stage, check_epochs
 from shiftmend.profiles.batchnorm import average_from_scratch, find_tracking
@@ -24,6 +25,7 @@ class AdaBN(Method):
 
     name: ClassVar[str] = "adabn"
     trains: ClassVar[bool] = False
+    layers: ClassVar[tuple[type[nn.Module], ...]] = (_BatchNorm,)
     several_processes: ClassVar[bool] = True
     passes: int = 2
 

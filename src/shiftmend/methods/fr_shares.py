@@ -62,6 +62,7 @@ class FRShares(Method):
     needs_profile: ClassVar[bool] = True
     online: ClassVar[bool] = False
     reads_inputs: ClassVar[bool] = True
+    layers: ClassVar[tuple[type[nn.Module], ...]] = NORMS
     frees_shares: ClassVar[bool] = True
     steps: int = 500
     learning_rate: float = 0.01

@@ -47,6 +47,7 @@ _TENSORS = {
     "confusion": 2,
     "output_mean": 1,
     "output_deviation": 1,
+    "group_deviation": 2,
 }
 """Tensors of a record by name, with their numbers of dimensions."""
 
@@ -172,6 +173,7 @@ class Rehearsal:
         sites: Sites of other class shares that were drawn at home; empty without histograms of the classes, and for
             files of earlier versions.
         groups: Number of groups that the home samples came in, such as patients; 0 for independent samples.
+        group_deviation: As `home_deviation`, between draws of whole groups; `[0, 0]` without groups.
         design_effect: Factor by which groups raise the variance of the score.
         answer_design_effect: Factor by which they raise the variance of the shares of the predicted classes.
     """
@@ -205,6 +207,7 @@ class Rehearsal:
     groups: int = 0
     design_effect: float = 1.0
     answer_design_effect: float = 1.0
+    group_deviation: Tensor = field(default_factory=lambda: torch.empty(0, 0))
 
     @property
     def label_shares(self) -> Tensor:
@@ -343,6 +346,7 @@ class Rehearsal:
             or any(one.dtype == torch.uint8 for one in tensors.values())
         ):
             raise ProfileError("the histograms of its classes are not those of features, logits and slices")
+        tensors = {"group_deviation": torch.empty(0, 0)} | tensors
         if not isinstance(facts, dict) or set(facts) != names or set(tensors) != set(_TENSORS):
             raise ProfileError("the description of its rehearsal has missing or unknown entries")
         if any(tensors[name].ndim != number for name, number in _TENSORS.items()):
@@ -407,6 +411,7 @@ class Rehearsal:
             "chosen": (shifts, sizes),
             "confusion": (classes, classes) if self.confusion.numel() else self.confusion.shape,
             "output_deviation": (outputs,),
+            "group_deviation": (sizes, signals) if self.groups else (0, 0),
         }
         if any(len(counts) != classes for counts in self.by_class.values()):
             return "its histograms are not of as many classes as its shares"
@@ -426,7 +431,8 @@ class Rehearsal:
             self.output_deviation,
             self.chosen,
         )
-        positive = (self.home_deviation, self.output_deviation, self.confusion, self.shares, self.scales, both)
+        deviations = (self.home_deviation, self.group_deviation, self.output_deviation)
+        positive = (*deviations, self.confusion, self.shares, self.scales, both)
         found = {
             f"its candidates are {', '.join(self.candidates)}, expected {UNTOUCHED} first and each name once": (
                 self.candidates[:1] != (UNTOUCHED,) or len(set(self.candidates)) < candidates

@@ -129,5 +129,6 @@ def join(old: Rehearsal, new: Rehearsal) -> Rehearsal:
         values=values,
         home_mean=torch.cat([old.home_mean, unknown], 1),
         home_deviation=torch.cat([old.home_deviation, unknown], 1),
+        group_deviation=torch.cat([old.group_deviation, unknown], 1) if old.groups else old.group_deviation,
     )
     return empty_estimates(joined)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shiftmend.adaptation.auto import may_replace
+from shiftmend.adaptation.auto import find_loss, may_replace, tell_change
 from shiftmend.methods import METHODS
 from shiftmend.profiles.rehearsal import OTHER_PATIENTS, UNTOUCHED, Rehearsal, RehearsedSite
 from shiftmend.verification.estimate import Estimator
@@ -228,7 +228,9 @@ def _judge(estimator: Estimator, site: RehearsedSite, cell: Cell, free: Collecti
     value = estimates[name].value if name != UNTOUCHED or left is None else None
     return replace(
         site,
-        told=cell[name]["changed"] if name != UNTOUCHED else None,
+        told=None
+        if name == UNTOUCHED
+        else tell_change(cell[name]["beyond"], site.samples, record, find_loss(estimates[name], record)),
         chosen=name,
         score=round(cell[name]["score"], 4),
         estimate=None if value is None else round(value, 4),

@@ -24,7 +24,7 @@ from shiftmend.adaptation.auto import (
     choose_usual,
     compare_with_free_shares,
     list_candidates,
-    tell_change,
+    measure_other_shares,
     try_candidates,
 )
 from shiftmend.adaptation.run import Settings, prepare
@@ -70,7 +70,7 @@ from shiftmend.utils.rng import isolate_rng
 from shiftmend.utils.tensor_tree import Inputs
 from shiftmend.verification import predictions
 from shiftmend.verification.class_shares import estimate_shares
-from shiftmend.verification.estimate import MIN_CELLS, Estimator, cross_fit
+from shiftmend.verification.estimate import HOME_DEVIATIONS, MIN_CELLS, Estimator, cross_fit
 from shiftmend.verification.predictions import as_class_logits
 from shiftmend.verification.reading import READ_SIGNALS, Reading, measure_unexplained, read
 from shiftmend.verification.signals import VERIFIED
@@ -100,6 +100,8 @@ SUSPICIOUSLY_CLOSE = 0.4
 """Divergence relative to its floor below which home data look like the data of the profile itself."""
 TOO_GOOD = 0.9995
 """Accuracy above which held-out data look like training data, if there are many samples."""
+BELOW_CHANCE = 0.8
+"""Accuracy, relative to that of guessing, below which labels look as if classes were in another order."""
 MAX_CLASS_BYTES = 192 << 10
 """Largest size of the histograms per class, so that a profile stays below 256 KiB."""
 MAX_SHARE_OF_ONE = 0.25
@@ -221,7 +223,7 @@ def rehearse(
         raise DataError(f"Expected shifts to be a whole number of at least 1, got {brief(shifts)}.")
     world = _Home.open(model, home, profile, settings, ignore_label, groups)
     if candidates is None:
-        candidates = choose_usual(QUICK_CANDIDATES if quick else CANDIDATES, profile)
+        candidates = choose_usual(QUICK_CANDIDATES if quick else CANDIDATES, profile, model)
         by_class = per_class and world.task == "classes"
         candidates = tuple(name for name in candidates if by_class or not METHODS[name].frees_shares)
     methods = list_candidates(candidates, profile)
@@ -353,13 +355,13 @@ class _Home:
         own = self.settings
         return Feed(inputs, batch_size=own.batch_size, device=resolve_device(own.device), preprocess=own.preprocess)
 
-    def draw(self, size: int, number: int) -> Tensor:
-        """Draw random sample indices, whole groups if there are groups, and return them sorted."""
+    def draw(self, size: int, number: int, *, grouped: bool = False) -> Tensor:
+        """Draw random sample indices, or those of random groups, and return them sorted."""
         if size >= self.samples:
             return torch.arange(self.samples)
         seed = self.settings.seed + 7919 * (number + 1)
         order = random_order(self.samples, seed)
-        if self.groups is not None:
+        if grouped and self.groups is not None:
             rank = random_order(int(self.groups.max()) + 1, seed).argsort()
             order = order[rank[self.groups[order]].argsort(stable=True)]
         return order[:size].sort().values
@@ -394,7 +396,10 @@ class _Home:
             if per_class and record.confusion.numel():
                 record = replace(record, by_class=self._count_by_class(len(record.shares)))
             mean, deviation = self._watch_unshifted(record, sizes)
-        return replace(record, home_mean=mean, home_deviation=deviation), remark
+            record = replace(record, home_mean=mean, home_deviation=deviation)
+            if self.groups is not None:
+                record = replace(record, group_deviation=self._watch_unshifted(record, sizes, grouped=True)[1])
+        return record, remark
 
     def _describe(
         self, reading: Reading, score: float, methods: Mapping[str, Method], sizes: tuple[int, ...]
@@ -518,6 +523,9 @@ class _Home:
         if squares is not None and (share := float(squares.max() / squares.sum())) > MAX_SHARE_OF_ONE:
             worst = int(squares.argmax())
             return f"sample {worst} makes {share:.0%} of the squared error at home; check its label, or leave it out"
+        guessing = 0.0 if self.task == "quantities" else 1 / as_class_logits(reading.outputs).shape[1]
+        if self.labelled and score < BELOW_CHANCE * guessing:
+            return f"the accuracy at home is {score:.1%}, below chance; check the labels and the order of the classes"
         if self.labelled and self.task == "classes" and score >= TOO_GOOD and self.samples >= 1000:
             return "the model answers all home data correctly; if it was trained on them, estimates are too high"
         if self.groups is None and by_input and self._resemble_neighbours(reading, squares):
@@ -544,14 +552,20 @@ class _Home:
         squares = (reading.outputs.double().cpu() - labels.view(reading.outputs.shape)).square().mean(1)
         return squares if bool(squares.sum() > 0) else None
 
-    def _watch_unshifted(self, record: Rehearsal, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Return mean and deviation of the untouched model's signals on unshifted data, for each size: `[S, G]`."""
+    def _watch_unshifted(
+        self, record: Rehearsal, sizes: tuple[int, ...], *, grouped: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return mean and deviation of the untouched model's signals on unshifted data, for each size: `[S, G]`.
+
+        Samples are drawn independently, or by group.
+        """
         means, deviations = [], []
         skew = record.signals.index("skew")
         for size in sizes:
             whole = size >= self.samples
             draws, each = (HALF_DRAWS, max(2, self.samples // 2)) if whole else (SMALL_DRAWS, size)
-            rows = torch.stack([self._read_row(record, self.draw(each, 100 + draw)) for draw in range(draws)])
+            places = [self.draw(each, 100 + draw, grouped=grouped) for draw in range(draws)]
+            rows = torch.stack([self._read_row(record, one) for one in places])
             # Halves drawn without replacement vary as much as samples of the full size do between sites.
             mean = self._read_row(record, self.draw(size, 0)) if whole else rows.mean(0)
             means.append(mean)
@@ -559,9 +573,17 @@ class _Home:
             if self.task == "classes":
                 # Draws share the class shares of the samples they come from. Data of a site do not.
                 means[-1][skew] = 0.0
-                both = (number / record.answer_design_effect for number in (size, self.samples))
-                deviations[-1][skew] = predictions.skew_by_chance(record.shares, *both)[1]
+                deviations[-1][skew] = self._find_skew_deviation(record, size, grouped)
         return torch.stack(means).float(), torch.stack(deviations).float()
+
+    def _find_skew_deviation(self, record: Rehearsal, size: int, grouped: bool) -> float:
+        alone = predictions.skew_by_chance(record.shares, size, self.samples)
+        if not grouped:
+            return alone[1]
+        both = [number / record.answer_design_effect for number in (size, self.samples)]
+        by_group = predictions.skew_by_chance(record.shares, *both)
+        # The signal is above its mean for independent samples, so the limit has to be that much higher.
+        return by_group[1] + (by_group[0] - alone[0]) / HOME_DEVIATIONS
 
     def _read_row(self, record: Rehearsal, places: Tensor) -> Tensor:
         reading = read(self.model, self.feed(self.inputs[places.to(self.inputs.device)]), self.profile, record)
@@ -648,7 +670,10 @@ def _look_at_shares(task: AdaptationTask, trial: Trial, record: Rehearsal) -> di
     """Return what a candidate tells of class shares, for a site to be judged by."""
     assert trial.reading is not None
     found = estimate_shares(trial.reading.outputs, record)
-    facts: dict[str, Any] = {"changed": tell_change(found, record), "distance": trial.reading.measure_distance(record)}
+    facts: dict[str, Any] = {
+        "beyond": measure_other_shares(found, record),
+        "distance": trial.reading.measure_distance(record),
+    }
     if trial.name == UNTOUCHED:
         free = compare_with_free_shares(task, trial)
         assert task.profile is not None

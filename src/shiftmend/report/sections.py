@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -183,6 +183,7 @@ def changed(facts: Facts) -> Context | None:
     return {
         "answer": mending.changed,
         "words": CHANGES[mending.changed],
+        "frees_shares": mending.method_class.frees_shares,
         "rows": rows,
         "largest": largest,
         "left_out": left_out,
@@ -401,13 +402,16 @@ def predictions(facts: Facts) -> Context:
         "total": total,
         "most": max(most, *(total * share for share in home)) if home else most,
         "home": home,
-        "calibrated": _is_calibrated(facts),
+        "calibrated_by": _find_calibration(facts),
     }
 
 
-def _is_calibrated(facts: Facts) -> bool:
+def _find_calibration(facts: Facts) -> Literal["estimate", "home"] | None:
+    """Return what the probabilities of the mended model were calibrated to; None if they were not."""
     calibration = None if facts.mending is None else facts.mending.manifest.get("calibration")
-    return isinstance(calibration, dict) and "temperature" in calibration
+    if not isinstance(calibration, dict) or "temperature" not in calibration:
+        return None
+    return "home" if calibration.get("by") == "home" else "estimate"
 
 
 def scores(facts: Facts) -> Context | None:
@@ -529,7 +533,8 @@ def _describe_calibration(calibration: Any) -> str | None:
         return None
     if "refused" in calibration:
         return f"not adjusted: {calibration['refused']}"
-    return f"calibrated to the estimate by a temperature of {_format_option(calibration.get('temperature'))}"
+    to = "the labels at home" if calibration.get("by") == "home" else "the estimate"
+    return f"calibrated to {to} by a temperature of {_format_option(calibration.get('temperature'))}"
 
 
 def _format_option(value: Any) -> str:

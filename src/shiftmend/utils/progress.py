@@ -13,7 +13,7 @@ from shiftmend.utils.processes import rank, world_size
 from shiftmend.utils.terminal import neutralise, open_console
 
 Progress = bool | None
-"""True shows a bar, False shows none, None shows one if standard error is a terminal."""
+"""True shows a bar, or lines if there is no terminal; False shows nothing; None shows a bar on a terminal only."""
 
 
 _shown = ContextVar("shown", default=False)
@@ -66,9 +66,12 @@ def progress_bar(show: Progress, title: str, total: int | None) -> Iterator[Bar]
     if show is False or rank() > 0 or _shown.get() or how == "off" or (how == "silent" and not terminal):
         yield Bar()
         return
-    if how == "lines" and not terminal:
+    if (show or how == "lines") and not terminal:
         with _mark_shown():
-            yield _Lines(title, total)
+            lines = _Lines(title, total)
+            yield lines
+            if show:
+                lines.write()
         return
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as RichProgress
@@ -92,16 +95,19 @@ class _Lines(Bar):
 
     def __init__(self, title: str, total: int | None) -> None:
         self.title, self.total, self.done = title, total, 0
+        self.note = ""
         self._started = self._last = time.monotonic()
 
     def advance(self, steps: int = 1, note: str = "") -> None:
         self.done += steps
-        now = time.monotonic()
-        if now - self._last < SECONDS_BETWEEN_LINES:
-            return
-        self._last = now
+        self.note = note
+        if time.monotonic() - self._last >= SECONDS_BETWEEN_LINES:
+            self.write()
+
+    def write(self) -> None:
+        self._last = time.monotonic()
         counts = [] if self.total is None else [f"{self.done} of {self.total}"]
-        parts = [*counts, *([note] if note else []), f"{now - self._started:.0f} s"]
+        parts = [*counts, *([self.note] if self.note else []), f"{self._last - self._started:.0f} s"]
         print(f"{self.title}: {', '.join(parts)}", file=sys.stderr, flush=True)
 
 

@@ -181,13 +181,15 @@ def expect_accuracy(shares: Tensor, record: Rehearsal) -> float:
     return float((shares.double() * recalls).sum())
 
 
-def estimate_shares(outputs: Tensor, record: Rehearsal, seed: int = 0) -> Shares:
+def estimate_shares(outputs: Tensor, record: Rehearsal, seed: int = 0, lost: float | None = 0.0) -> Shares:
     """Estimate class shares with intervals from the outputs of a model.
 
     Args:
         outputs: Logits `[N, classes]`, or `[N, 1]` for a binary classifier.
         record: The rehearsal in the profile.
         seed: Seed of the bootstrap draws.
+        lost: Accuracy that the model has lost since home; None if unknown. Mistakes that home did not have may move any
+            share by as much, so intervals grow by it.
     """
     logits = as_class_logits(outputs).cpu()
     home, samples = record.label_shares, len(logits)
@@ -211,8 +213,11 @@ def estimate_shares(outputs: Tensor, record: Rehearsal, seed: int = 0) -> Shares
     deviation = deviation * record.answer_design_effect**0.5
     # A class without predictions among n samples may still have a share of ln(10) / n.
     half = (1.6449 * deviation).clamp_min(math.log(10) * record.answer_design_effect / samples)
+    half = half + max(0.0, lost or 0.0)
     other = invert_confusion(class_shares(logits.argmax(1), len(home)), record.confusion)
     reasons = _find_reasons(values, half, other, deviation, samples)
+    if lost is None:
+        reasons = (*reasons, "the accuracy of the adapted model is unknown")
     return Shares(
         tuple(values.tolist()),
         tuple((values - half).clamp(0, 1).tolist()),
@@ -229,7 +234,7 @@ def _find_reasons(values: Tensor, half: Tensor, other: Tensor, deviation: Tensor
     if float(half.max()) > WIDE:
         worst = int(half.argmax())
         reasons.append(
-            f"there are too few samples ({samples}) to tell the share of class {worst}, or it looks like another class"
+            f"the share of class {worst} is unclear: there are too few samples ({samples}), or it is taken for others"
         )
     apart = float((values - other).abs().sum() / 2) - float(deviation.sum() / 2)
     if apart > DISAGREEMENT:

@@ -78,6 +78,7 @@ AS_CERTAIN = 0.02
 """Drop of the mean confidence, beyond sampling noise, up to which a model counts as confident as at home. Other class
 shares cost at most 0.014 on EMNIST and digits; devices that cost more than five points of accuracy, at least 0.03."""
 
+TOO_MUCH_OPEN = "the signals leave too much open"
 OTHER_WEIGHTS = "the weights of the model are not those that the profile was made with"
 
 
@@ -782,13 +783,15 @@ class Estimator:
 
         The untouched model's own maps may say little where its agreement with a good candidate says much.
         """
-        own, found = told[UNTOUCHED], {}
+        own, found, sign = told[UNTOUCHED], {}, 1.0 if self.record.higher_is_better else -1.0
         for name, (value, half) in told.items():
             bound = self._bound_by_agreement(name, readings[UNTOUCHED], samples, (value - half, value, value + half))
             if bound is not None:
                 low, before, high = bound
                 around = max(high - before, before - low)
-                found[name] = (before, around) if around < own[1] else own
+                if around < own[1]:
+                    # Agreement may tell too little, so that its own estimate has to be beaten as well.
+                    found[name] = sign * max(sign * before, sign * own[0]), around
         return found
 
     def looks_good(self, candidate: str, signals: Mapping[str, float], samples: int) -> bool:
@@ -891,7 +894,7 @@ class Estimator:
         low: float | None = max(0.0, told.value - half)
         high: float | None = told.value + half if self.record.task == "quantities" else min(1.0, told.value + half)
         if not found and half > self._widest(told.value):
-            found.append(self._describe_width(told.value - half, told.value + half))
+            found.append(TOO_MUCH_OPEN)
         if not is_claimed:
             low = high = None
         if found:
@@ -1059,11 +1062,6 @@ class Estimator:
         """Return the largest useful half-width for an estimate."""
         return MAX_HALF_WIDTH if self.record.task == "classes" else MAX_RELATIVE_HALF_WIDTH * abs(value)
 
-    def _describe_width(self, low: float, high: float) -> str:
-        high = min(1.0, high) if self.record.task == "classes" else high
-        ends = [format_score(end, self.record.task) for end in (max(0.0, low), high)]
-        return f"the signals leave too much open ({self.record.metric} between {ends[0]} and {ends[1]})"
-
     def _sampling_error(self, value: float, samples: int) -> float:
         """Return the standard error of a score, from the numbers of samples at the site and at home.
 
@@ -1145,15 +1143,23 @@ class Estimator:
             return Estimate(None, None, None, record.metric, tuple(reasons), (score, low, high))
         return Estimate(score, low, high, record.metric)
 
-    def is_at_home(self, signals: Mapping[str, float], samples: int) -> bool:
+    def is_at_home(self, signals: Mapping[str, float], samples: int, *, grouped: bool = False) -> bool:
         """Return whether the untouched model's signals look like those of unshifted home data of the same size.
 
         Means and standard deviations at home are interpolated between the rehearsed sizes, in 1 / n and in the
         logarithm. Sampling noise of the home samples themselves is added.
+
+        Args:
+            signals: Signals of the untouched model.
+            samples: Number of samples that the signals come from.
+            grouped: Compare with draws of other groups, such as patients, instead of other samples. The range is wider
+                and may hide a device.
         """
+        if grouped and not self.record.groups:
+            return False
         # Draws from home share its class shares, unlike a site. Transport reacts to that most, and skew covers it.
         compared = {name: value for name, value in signals.items() if name != "transported confidence"}
-        deviations = {name: self._compare(name, value, samples) for name, value in compared.items()}
+        deviations = {name: self._compare(name, value, samples, grouped) for name, value in compared.items()}
         known = {name: far for name, far in deviations.items() if far is not None}
         # Less divergence or skew than at home is no sign of a shift. Not a number is not at home either.
         strayed = [not (far if name in DIVERGING else abs(far)) <= HOME_DEVIATIONS for name, far in known.items()]
@@ -1192,19 +1198,20 @@ class Estimator:
             return 0.0
         return expect_accuracy(shares, self.record) - self.record.score
 
-    def _compare(self, name: str, value: float, samples: int) -> float | None:
+    def _compare(self, name: str, value: float, samples: int, grouped: bool = False) -> float | None:
         """Return how many standard deviations a signal lies above its mean at home; None if home lacks the signal."""
-        mean, deviation = self._describe_home(name, samples)
+        mean, deviation = self._describe_home(name, samples, grouped)
         return (value - mean) / (deviation + 1e-6) if math.isfinite(mean) and math.isfinite(deviation) else None
 
-    def _describe_home(self, name: str, samples: int) -> tuple[float, float]:
+    def _describe_home(self, name: str, samples: int, grouped: bool = False) -> tuple[float, float]:
         """Return mean and standard deviation of a signal on unshifted home data of a size; NaN if there are none."""
         record = self.record
         if name not in record.signals:
             return math.nan, math.nan
         place = record.signals.index(name)
         sizes = np.array(record.sizes, dtype=float)
-        deviations = record.home_deviation[:, place].double().numpy()
+        table = record.group_deviation if grouped else record.home_deviation
+        deviations = table[:, place].double().numpy()
         spread = [_scale_deviation(sizes, deviations, number) for number in (samples, record.samples)]
         return record.home_level(name, samples), math.hypot(*spread)
 

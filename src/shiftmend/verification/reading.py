@@ -260,8 +260,7 @@ def measure_outputs(outputs: Tensor, rehearsal: Rehearsal | None, home_shares: T
         signals |= {"confidence above threshold": shares[0], "certainty above threshold": shares[1]}
         signals["transported confidence"] = predictions.transported_confidence(logits, rehearsal.shares)
         own = predictions.class_shares(answers, logits.shape[1])
-        both = (number / rehearsal.answer_design_effect for number in (len(answers), rehearsal.samples))
-        signals["skew"] = predictions.skew(own, rehearsal.shares, *both)
+        signals["skew"] = predictions.skew(own, rehearsal.shares, len(answers), rehearsal.samples)
     return _Measured(signals, answers)
 
 
