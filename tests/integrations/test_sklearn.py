@@ -193,3 +193,17 @@ def test_a_frozen_estimator_stays_as_it_is() -> None:
 def test_too_few_samples_to_hold_out() -> None:
     with pytest.raises(DataError, match="held_out"):
         ShiftMender(Ridge()).fit(X[:60], QUANTITIES[:60, 0])
+
+
+def test_whole_groups_are_held_out() -> None:
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(240, 2))
+    who = np.repeat([f"patient {number}" for number in range(12)], 20)
+    mender = ShiftMender(Ridge(), held_out=0.5, quick=True, candidates=["match-mean"])
+    mender.fit(inputs, inputs @ [1.0, 2.0] + 0.1 * rng.normal(size=240), groups=who)
+    record = mender.profile_.rehearsal
+    assert (record.groups, record.samples) == (6, 120)
+    with pytest.raises(DataError, match="one group for each"):
+        mender.fit(inputs, inputs[:, 0], groups=who[:5])
+    with pytest.raises(DataError, match="held_out"):
+        mender.set_params(held_out=0.05).fit(inputs, inputs[:, 0], groups=who)

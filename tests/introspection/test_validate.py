@@ -189,6 +189,14 @@ def test_one_sample_is_too_few_for_statistics_of_the_batch() -> None:
         check_model(model, [torch.zeros(1, 2)])
 
 
+def test_colours_for_a_model_of_grey_images() -> None:
+    with pytest.raises(DataError, match="--channels 1"):
+        check_model(nn.Conv2d(1, 2, 3), [torch.zeros(2, 3, 8, 8)])
+    with pytest.raises(DataError) as caught:
+        check_model(nn.Conv2d(2, 2, 3), [torch.zeros(2, 3, 8, 8)])
+    assert "--channels" not in str(caught.value)
+
+
 def test_a_copy_that_shares_tensors_with_the_original_is_refused() -> None:
     class Sharing(nn.Linear):
         def __deepcopy__(self, memo: dict[int, Any]) -> Sharing:

@@ -185,7 +185,7 @@ def test_reasons_name_no_signals() -> None:
     assert "skew" not in explain_reason("answers fall into other classes than ever at home (skew 0.51, up to 0.30)")
     assert "marginals" not in explain_reason("marginals 3 is odd")
     assert "%" not in explain_reason("the signals leave too much open (accuracy between 0.0 % and 100.0 %)")
-    kept = "there are too few samples (20; rehearsed with 300)"
+    kept = "there are too few samples (20; at least 150 are needed)"
     assert explain_reason(kept) == kept
 
 
@@ -201,7 +201,7 @@ def test_what_was_tried_is_listed_with_estimates_times_and_the_choice(bare: Fact
     found = judged(bare, told(0.31), told(0.85), mending=mending)
     page = Page(render(found))
     listed = page.sections["tried"].replace("\u00a0", " ")
-    assert "4 ways of mending were tried" in listed
+    assert "4 models were compared" in listed
     assert "“bufr” was chosen: its estimate is the best." in listed
     for row in ("came31.0 % (29.0 to 33.0)0.25 s", "these inputsunknown3.0 s", "failed here250 s"):
         assert row in listed

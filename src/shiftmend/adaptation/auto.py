@@ -56,8 +56,8 @@ SIMPLER = 1.2
 
 ADVICE = "try profile = shiftmend.rehearse(model, held_out_home_data, profile) at home"
 
-OTHER_PATIENTS = 0.07
-"""Total variation between class shares, beyond sampling noise, above which the classes count as changed."""
+OTHER_SHARES_AFTER = 0.07
+"""Total variation between class shares of the adapted model and of home, beyond sampling noise, above which the classes count as changed."""
 
 CandidateNames = Iterable[str | Method | type[Method]]
 
@@ -478,7 +478,7 @@ def tell_change(beyond: float | None, samples: int, record: Rehearsal, lost: flo
     if beyond is None or lost is None:
         return None
     both = [number / record.answer_design_effect for number in (samples, record.samples)]
-    limit = max(OTHER_PATIENTS, HOME_DEVIATIONS * skew_by_chance(record.label_shares, *both)[1])
+    limit = max(OTHER_SHARES_AFTER, HOME_DEVIATIONS * skew_by_chance(record.label_shares, *both)[1])
     if beyond <= limit:
         return "device"
     return "both" if beyond > limit + lost else None

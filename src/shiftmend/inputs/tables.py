@@ -378,7 +378,7 @@ def _number_classes(texts: Sequence[str], choice: _Choice, path: Path) -> Tensor
     if any(value is None or not value.is_integer() for value in values):
         fractions = None not in values
         wrong = next(t for t, value in zip(texts, values, strict=True) if value is None or not value.is_integer())
-        named = f"classes= (--classes {_list_some(texts)})"
+        named = f"classes= (--classes {_list_some(texts)}), in the order of the model's outputs"
         remedy = f"Try {f'quantities= (--quantity {name})' if fractions else named}"
         raise DataError(f"Expected class numbers in column {name!r} of {path}, got {brief(wrong)}. {remedy}.")
     return torch.tensor([int(value) for value in values if value is not None], dtype=torch.int64)

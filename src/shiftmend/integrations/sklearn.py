@@ -27,7 +27,7 @@ from sklearn.linear_model import (
     RidgeCV,
 )
 from sklearn.metrics import accuracy_score, r2_score
-from sklearn.model_selection import GridSearchCV, RandomizedSearchCV, train_test_split
+from sklearn.model_selection import GridSearchCV, GroupShuffleSplit, RandomizedSearchCV, train_test_split
 from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import MaxAbsScaler, MinMaxScaler, RobustScaler, StandardScaler
@@ -43,6 +43,7 @@ from shiftmend.introspection.input_map import apply_input_map
 from shiftmend.profiles.collect import profile
 from shiftmend.profiles.rehearsal import UNTOUCHED
 from shiftmend.rehearsal.rehearse import MIN_SAMPLES, rehearse
+from shiftmend.stats.groups import as_groups
 from shiftmend.utils.checks import kind
 
 Array = NDArray[np.float64]
@@ -271,26 +272,30 @@ class ShiftMender(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc] # sk
         self.random_state = random_state
         self.device = device
 
-    def fit(self, X: Any, y: Any) -> ShiftMender:
+    def fit(self, X: Any, y: Any, groups: Any = None) -> ShiftMender:
         """Fit, profile and rehearse at home.
 
         Args:
             X: Home inputs `[N, D]`: an array, a data frame or a table.
             y: Classes `[N]`, or quantities `[N]` or `[N, quantities]`.
+            groups: Name or number of each sample's group `[N]`, such as its patient, if samples come in groups. Whole
+                groups are held out, and intervals allow for them; see `shiftmend.rehearse`.
 
         Returns:
             The estimator itself.
 
         Raises:
-            ShiftmendError: If the estimator cannot be converted, or there are too few samples to rehearse.
+            ShiftmendError: If the estimator cannot be converted, groups are wrong, or there are too few samples to rehearse.
         """
         check_supported(self.estimator)
         table = self._read(X, columns=())
         y = column_or_1d(y) if _has_classes(self) else check_array(y, ensure_2d=False, dtype=np.float64)
         check_consistent_length(table, y)
         rows, kept = np.arange(len(table)), np.arange(0)
+        groups = (table.groups or None) if groups is None else groups
+        numbers = None if groups is None else as_groups(groups, len(table)).numpy()
         if self.rehearse:
-            rows, kept = self._hold_out(rows, y)
+            rows, kept = self._hold_out(rows, y, numbers)
         inputs = table.inputs.numpy()
         estimator = clone(self.estimator).fit(inputs[rows].astype(np.float64), y[rows])
         module = to_module(estimator)
@@ -302,6 +307,7 @@ class ShiftMender(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc] # sk
                 made,
                 quick=self.quick,
                 candidates=self.candidates,
+                groups=None if numbers is None else numbers[kept],
                 seed=self.random_state,
                 device=self.device,
                 progress=False,
@@ -316,19 +322,26 @@ class ShiftMender(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc] # sk
         self._flat = y.ndim == 1
         return self
 
-    def _hold_out(self, rows: NDArray[np.int64], y: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _hold_out(
+        self, rows: NDArray[np.int64], y: Any, groups: NDArray[np.int64] | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         number = int(self.held_out * len(rows))
+        if groups is not None:
+            split = GroupShuffleSplit(1, test_size=self.held_out, random_state=self.random_state)
+            fitted, kept = next(split.split(rows, groups=groups))
+            number = len(kept)
         if number < MIN_SAMPLES:
             raise DataError(
                 f"Expected at least {MIN_SAMPLES} held-out samples to rehearse with, got {number} of {len(rows)}. "
                 "Try a larger held_out, or rehearse=False."
             )
-        fitted, kept = train_test_split(
-            rows,
-            test_size=self.held_out,
-            random_state=self.random_state,
-            stratify=y if _has_classes(self) else None,
-        )
+        if groups is None:
+            fitted, kept = train_test_split(
+                rows,
+                test_size=self.held_out,
+                random_state=self.random_state,
+                stratify=y if _has_classes(self) else None,
+            )
         return fitted, kept
 
     @staticmethod

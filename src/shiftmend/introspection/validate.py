@@ -261,7 +261,7 @@ def _explain(model: nn.Module, sample: Inputs, error: Exception) -> str:
 
 
 def _advise(model: nn.Module, sample: Inputs) -> str:
-    """Suggest a remedy for inputs with another dtype than the weights, too few samples, or no batch axis."""
+    """Suggest a remedy for inputs with another dtype or colours than the model takes, too few samples, or no batch axis."""
     if isinstance(sample, TensorTree):
         return _advise_several(model, sample)
     if not accepts(model, None):
@@ -270,6 +270,9 @@ def _advise(model: nn.Module, sample: Inputs) -> str:
         return " The model normalises by the batch: pass at least two samples at once."
     if sample.ndim == 1:
         return " Samples lie along the first axis: stack several, or pass inputs.unsqueeze(0)."
+    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    if first is not None and sample.ndim == 4 and (first.in_channels, sample.shape[1]) == (1, 3):
+        return " Pass grey images (`--channels 1` on the command line)."
     weights = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
     if len(weights) != 1 or sample.dtype in weights:
         return ""

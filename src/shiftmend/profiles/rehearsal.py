@@ -563,7 +563,7 @@ def _describe_sites(sites: Sequence[RehearsedSite]) -> list[str]:
     return [
         "  device or patients, told of sites drawn at home without the family of the device:",
         *("  " + line for line in _tabulate(head, lines, left={0})),
-        f"    {grey} more in the grey zone{told}",
+        f"    {grey} more changed too little to count as any of these{told}",
     ]
 
 

@@ -416,11 +416,14 @@ def _advise_labels(facts: Facts, choice: Choice) -> str:
     file = None if facts.mending is None or has_one_model(facts) else facts.mending.file
     weights = file or (facts.original if has_one_model(facts) else "mended/model.safetensors") or "model.safetensors"
     why = "To be surer, label" if choice != "neither" else "Label"
-    what = f"{why} about fifty samples of this site, one folder per class, and do not adapt to them."
+    table = len(facts.shape) == 1
+    form = "in a column of their table" if table else "one folder per class"
+    what = f"{why} about fifty samples of this site, {form}, and do not adapt to them."
+    few = "fifty.csv --label COLUMN" if table else "fifty/"
     by_class = facts.rehearsal is not None and facts.rehearsal.metric == "accuracy"
     if by_class:
         return (
-            f"{what} Then run `shiftmend verify MODEL --weights {weights} --data site/ --profile home.profile "
-            "--labelled fifty/`."
+            f"{what} Then run `shiftmend verify MODEL --weights {weights} --data {'site.csv' if table else 'site/'} --profile "
+            f"rehearsed.profile --labelled {few}`."
         )
-    return f"{what} Then run `shiftmend evaluate MODEL --weights {weights} --data fifty/`."
+    return f"{what} Then run `shiftmend evaluate MODEL --weights {weights} --data {few}`."
