@@ -57,7 +57,8 @@ SIMPLER = 1.2
 ADVICE = "try profile = shiftmend.rehearse(model, held_out_home_data, profile) at home"
 
 OTHER_SHARES_AFTER = 0.07
-"""Total variation between class shares of the adapted model and of home, beyond sampling noise, above which the classes count as changed."""
+"""Total variation between class shares of the adapted model and of home, beyond sampling noise, above which the classes
+count as changed."""
 
 CandidateNames = Iterable[str | Method | type[Method]]
 

@@ -285,7 +285,8 @@ class ShiftMender(MetaEstimatorMixin, BaseEstimator):  # type: ignore[misc] # sk
             The estimator itself.
 
         Raises:
-            ShiftmendError: If the estimator cannot be converted, groups are wrong, or there are too few samples to rehearse.
+            ShiftmendError: If the estimator cannot be converted, groups are wrong, or there are too few samples to
+                rehearse.
         """
         check_supported(self.estimator)
         table = self._read(X, columns=())

@@ -261,7 +261,7 @@ def _explain(model: nn.Module, sample: Inputs, error: Exception) -> str:
 
 
 def _advise(model: nn.Module, sample: Inputs) -> str:
-    """Suggest a remedy for inputs with another dtype or colours than the model takes, too few samples, or no batch axis."""
+    """Suggest a remedy for inputs of another dtype or number of channels, too few samples, or no batch axis."""
     if isinstance(sample, TensorTree):
         return _advise_several(model, sample)
     if not accepts(model, None):

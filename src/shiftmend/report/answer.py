@@ -422,8 +422,9 @@ def _advise_labels(facts: Facts, choice: Choice) -> str:
     few = "fifty.csv --label COLUMN" if table else "fifty/"
     by_class = facts.rehearsal is not None and facts.rehearsal.metric == "accuracy"
     if by_class:
+        site = "site.csv" if table else "site/"
         return (
-            f"{what} Then run `shiftmend verify MODEL --weights {weights} --data {'site.csv' if table else 'site/'} --profile "
-            f"rehearsed.profile --labelled {few}`."
+            f"{what} Then run `shiftmend verify MODEL --weights {weights} --data {site} --profile rehearsed.profile "
+            f"--labelled {few}`."
         )
     return f"{what} Then run `shiftmend evaluate MODEL --weights {weights} --data {few}`."

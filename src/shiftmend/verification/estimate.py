@@ -729,8 +729,9 @@ class Estimator:
 
     def _check_size(self, samples: int) -> list[str]:
         sizes = self.record.sizes
-        if samples < MIN_SIZE_RATIO * sizes[0]:
-            return [f"there are too few samples ({samples}; at least {math.ceil(MIN_SIZE_RATIO * sizes[0])} are needed)"]
+        needed = math.ceil(MIN_SIZE_RATIO * sizes[0])
+        if samples < needed:
+            return [f"there are too few samples ({samples}; at least {needed} are needed)"]
         if samples > MAX_SIZE_RATIO * sizes[-1]:
             return [f"there are far more samples ({samples:,}) than were rehearsed ({sizes[-1]:,})"]
         return []
