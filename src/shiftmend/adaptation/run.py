@@ -432,6 +432,8 @@ def _describe_stage(stage: Stage) -> dict[str, Any]:
 def _identify(manifest: dict[str, Any], stages: list[Stage], feed: Feed) -> str:
     """Hash everything that determines a run, so that a checkpoint can be matched to its run."""
     facts = {key: value for key, value in manifest.items() if key != "environment"}
+    # The digest identifies the data; their statistics are rounded differently on another CPU.
+    facts["target"] = {key: manifest["target"][key] for key in ("samples", "sha256")}
     facts |= {"trained": [stage.parameters for stage in stages], "seen": fingerprints.digest(feed.first(64))}
     return checkpoints.identify(facts)
 
