@@ -401,7 +401,8 @@ def measure_alone(home: Home, site: str, baseline: str, profile: shiftmend.Profi
     """Score all columns at one site that need no rehearsal."""
     inputs, answers = home.sites[site]
     scores = {}
-    methods: dict[str, Any] = {name: name for name in METHODS}
+    # BUFR-IM needs classes.
+    methods: dict[str, Any] = {name: name for name in METHODS if name != "bufr-im" or not home.is_regression}
     if home.is_regression:
         weights = weigh_features(home.model, profile)
         methods |= {"fr, by head": FRByHead(weights=weights), "bufr, by head": BUFRByHead(weights=weights)}
@@ -688,7 +689,9 @@ def _show(value: float, lower: bool, sign: bool = False) -> str:
 def judge_auto(rows: Sequence[Row], data: str) -> Iterator[str]:
     """Say in which directions `auto` misses what was asked of it: no harm, and as good as the best input matcher."""
     found, lower = gather(rows, data), data.startswith("tablets")
-    known = {one: cells for one, cells in found.items() if any("auto" in cell for cell in cells.values())}
+    known = {
+        one: cells for one, cells in found.items() if any({"auto", "untouched"} <= set(cell) for cell in cells.values())
+    }
     if not known:
         yield "`auto` was not measured."
         return

@@ -405,9 +405,9 @@ class Stream:
 
     @property
     def verification(self) -> Verification | None:
-        """Label-free verdict over the outputs of the last batches; None without a profile or a batch.
+        """Verdict, without labels, on the outputs of the last `window` batches; None without a profile or a batch.
 
-        The verdict rests on the slices alone.
+        Only slices (histograms of random projections of the features) decide.
         """
         with self._lock:
             seen = list(self._seen)

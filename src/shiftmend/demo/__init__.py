@@ -150,9 +150,12 @@ def train_source(images: Tensor, labels: Tensor, seed: int, tick: Callable[[], N
 
 
 def run(folder: Path, seed: int = 0, say: Callable[..., None] | None = None) -> Report:
-    """Run the demo; write the profile, an adapted model, a report on the adaptation and a picture into `folder`.
+    """Run the demo, and write a profile, an adapted model, an HTML report and a picture into `folder`.
 
-    `say` is called with each line of text or table to print.
+    Args:
+        folder: Folder to write to, created if it does not exist.
+        seed: Seed of the data, the network and the adaptation.
+        say: Function that prints its argument, a string or a `rich.table.Table`; by default nothing is printed.
     """
     check_folder(folder)
     check_seed(seed)

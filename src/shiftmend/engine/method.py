@@ -200,7 +200,10 @@ class Method:
         """Add the buffers that `adapt_to_inputs` will set, without an effect yet; `sample` is a small batch."""
 
     def adapt_to_inputs(self, model: nn.Module, batches: Iterable[Inputs], profile: Profile | None) -> None:
-        """Change the model in place after a pass over all inputs; only for methods with `reads_inputs`."""
+        """Read all `batches` once, then set parameters and buffers of `model` in place.
+
+        Called only if `reads_inputs` is True. `profile` is None if the method does not need one.
+        """
         raise NotImplementedError
 
     def make_optimiser(self, parameters: list[nn.Parameter], stage: Stage) -> optim.Optimizer:
@@ -235,7 +238,10 @@ def has_one_sample_per_input(names: Iterable[str], profile: Profile | None) -> b
 
 
 def check_epochs(value: int | str, what: str, *, may_settle: bool = False) -> None:
-    """Raise unless a value is a whole number of at least 1, or `"auto"` if the stage may settle."""
+    """Raise `AdaptationError` unless `value` is a whole number of at least 1.
+
+    With `may_settle`, `"auto"` is allowed, too. `what` names the setting in the message.
+    """
     if may_settle and value == AUTO:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

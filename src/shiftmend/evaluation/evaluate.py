@@ -239,7 +239,10 @@ class _Scores:
 def metrics_for(
     labels: Tensor, *, device: torch.device | str | None = None, ignore_label: int | None = None
 ) -> Metrics:
-    """Return the metrics for a kind of labels: regression for floating point, else classification."""
+    """Create empty metrics for labels of this dtype: regression for floating point, otherwise classification.
+
+    Samples with the class `ignore_label` are not counted. Quantities have no such label.
+    """
     if not labels.is_floating_point():
         return ClassificationMetrics(device=device, ignore_label=ignore_label)
     if ignore_label is not None:

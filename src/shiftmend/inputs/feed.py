@@ -191,7 +191,11 @@ class Feed:
         return [self.first(count)] + ([] if self._other is None else [self.prepare(self._other[:count].clone())])
 
     def batches(self, at_least: int = 0) -> Iterator[Inputs]:
-        """Yield every sample once, in order; resident data in batches of at least `at_least` samples."""
+        """Yield batches that hold every sample once, in order.
+
+        Args:
+            at_least: Smallest batch size for data that is kept on the device. Streamed data keep their batches.
+        """
         if self._inputs is None:
             yield from self._send_inputs(local_parts(_merge_inputs(inputs for inputs, _ in self._stream())))
             return

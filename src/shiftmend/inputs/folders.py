@@ -149,7 +149,17 @@ def decode_images(
     channels: int | None = None,
     workers: int | None = None,
 ) -> NDArray[np.uint8]:
-    """Decode image files to uint8 `[N, C, H, W]`; without `size`, all must have the size of the first."""
+    """Decode image files to one array.
+
+    Args:
+        paths: The files.
+        size: Height and width to resize to. By default, all images must have the size of the first.
+        channels: 1 for greyscale, 3 for colour; by default 3 if any image has colour.
+        workers: Number of threads; by default one for each CPU, at most eight.
+
+    Returns:
+        Images `[N, C, H, W]`, uint8.
+    """
     with _open(paths[0]) as first:
         common = (first.height, first.width) if size is None else size
 

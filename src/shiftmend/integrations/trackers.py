@@ -112,7 +112,7 @@ def _log_finite(tracker: Tracker, metrics: Mapping[str, float], step: int) -> No
 
 
 class MLflowTracker:
-    """A tracker that logs to a run of MLflow; needs the extra `mlflow`.
+    """Tracker that logs to an MLflow run. Requires the extra `mlflow`.
 
     Args:
         run_id: The run to log to. By default the active run, which is started if there is none.

@@ -135,7 +135,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
 
 
 def check_types(tensors: dict[str, Tensor]) -> None:
-    """Refuse dtypes that safetensors cannot store, by trying the smallest tensor of each dtype."""
+    """Raise `ShiftmendError` if safetensors cannot store the dtype of a tensor; one tensor of each dtype is tried."""
     by_size = sorted(tensors, key=lambda name: -tensors[name].numel())
     smallest = {tensors[name].dtype: name for name in by_size}
     for dtype, name in smallest.items():

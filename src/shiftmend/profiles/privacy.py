@@ -123,12 +123,12 @@ class Guarantee:
     histograms: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return the guarantee as JSON, with the words that say what it is about."""
+        """Return the guarantee as JSON, which also says what it protects (`neighbours`) and how (`mechanism`)."""
         return asdict(self) | {"neighbours": "one sample added or removed", "mechanism": "gaussian"}
 
     @staticmethod
     def from_json(data: Any) -> Guarantee:
-        """Undo `to_json`; refuse anything that does not fit, since the data may come from any file."""
+        """Rebuild a guarantee from the output of `to_json`; raise `ProfileError` if it does not have that form."""
         expected = {"neighbours": "one sample added or removed", "mechanism": "gaussian"}
         numbers = {"epsilon", "delta", "noise", "histograms"}
         fits = (

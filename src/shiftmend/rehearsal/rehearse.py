@@ -367,7 +367,7 @@ class _Home:
         return order[:size].sort().values
 
     def score(self, model: nn.Module, inputs: Inputs, labels: Tensor) -> float:
-        """Return the accuracy of a model, or its root mean square error."""
+        """Return the accuracy of `model` if it predicts classes, otherwise its root mean square error."""
         own = self.settings
         found = Evaluator(
             (inputs, labels),

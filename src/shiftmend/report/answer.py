@@ -276,7 +276,13 @@ def _write_untold(facts: Facts) -> str:
 
 
 def write_estimate(estimate: Estimate, digits: int | None = None, *, interval: bool = True) -> str:
-    """Format an estimate with its interval, e.g. `85 % (82 to 87)`; "unknown" if it is invalid."""
+    """Format an estimate with its interval, e.g. `85 % (82 to 87)`; "unknown" if it is invalid.
+
+    Args:
+        estimate: The estimate.
+        digits: Decimal places of percentages; by default 0, and 1 above 99 %.
+        interval: Whether to add the interval.
+    """
     if estimate.value is None:
         return "unknown"
     if digits is None:

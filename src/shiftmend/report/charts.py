@@ -242,7 +242,17 @@ def draw_epochs(
     label: str,
     unit: str = "epoch",
 ) -> Markup:
-    """Draw values by epoch, with dashed vertical lines where a block was unfrozen and a ring at the kept epoch."""
+    """Draw values by epoch as a line.
+
+    Args:
+        kind: Class of the line in the style sheet, such as `"after"`.
+        points: Pairs of epoch and value.
+        releases: Epochs in which a block was unfrozen, drawn as dashed vertical lines.
+        kept: Epoch of the returned state, drawn as a ring.
+        floor: Value that chance alone explains, drawn as a band below it; None draws no band.
+        label: Description of the chart for screen readers.
+        unit: `"epoch"` or `"round"`, the label of the horizontal axis.
+    """
     height = 200
     axis = _Axis([value for _, value in points] + ([floor] if floor else []), height)
     last = max((x for x, _ in points), default=1) or 1

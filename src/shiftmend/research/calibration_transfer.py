@@ -46,7 +46,7 @@ def direct_standardisation(home: Floats, site: Floats, components: int) -> Trans
         The map, to be called with spectra of the site.
 
     Raises:
-        DataError: If the spectra are not pairs of at least two samples.
+        DataError: If the shapes differ, or there are fewer than two samples.
 
     Example:
         >>> home = np.array([[0.0, 1.0], [2.0, 0.0], [1.0, 3.0]])
@@ -72,7 +72,7 @@ def piecewise_direct_standardisation(home: Floats, site: Floats, components: int
         half_width: Number of wavelengths of the window on either side; the window is cut at the ends of the spectrum.
 
     Returns:
-        The map from the site to home, with a band matrix.
+        The affine map `site @ matrix + offset` to home, with a banded matrix.
 
     Raises:
         DataError: If the spectra are not pairs of at least two samples.

@@ -71,9 +71,10 @@ def to_levels(unit: Tensor) -> Tensor:
 
 @on_grey
 def background(images: Tensor, *, generator: torch.Generator, textures: Sequence[Tensor]) -> Tensor:
-    """Show a random window of the texture, with its colours inverted where the glyph is; one channel becomes three.
+    """Put each glyph `[N, 1, H, W]` on a random crop of a random texture, and return colour images `[N, 3, H, W]`.
 
-    Every pixel above 0 belongs to the glyph, also the faintest of its soft edge, so strokes become fat.
+    The colours of the texture are inverted under the glyph. Every pixel above 0 counts as glyph, including soft edges,
+    so strokes get thicker.
     """
     patches = crop(textures, len(images), images.shape[-2], images.shape[-1], generator)
     return torch.where(images > 0, 255 - patches, patches)

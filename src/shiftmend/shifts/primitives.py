@@ -271,9 +271,15 @@ def hysteresis(weak: Tensor, strong: Tensor) -> Tensor:
 
 
 def chamfer(seeds: Tensor) -> Tensor:
-    """Measure the distance of every pixel to the nearest True of `seeds` `[N, H, W]` by the 5 x 5 chamfer, float32.
+    """Compute the approximate distance in pixels from each pixel to the nearest True pixel of `seeds`.
 
-    Where an image has no seed at all the distance is 8192 pixels.
+    Steps to the sides, to the diagonals and of a knight's move have fixed lengths (a 5 x 5 chamfer mask).
+
+    Args:
+        seeds: Boolean images `[N, H, W]`.
+
+    Returns:
+        Distances `[N, H, W]`, float32. An image without a True pixel is filled with 8192.
     """
     height, width = seeds.shape[-2:]
     far = 2**29

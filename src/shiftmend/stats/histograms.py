@@ -370,7 +370,7 @@ class Histogram:
     @cached_property
     @_outside_inference_mode
     def scale(self) -> Tensor:
-        """Reciprocal range of each usable unit `[D]`, 0 for the others."""
+        """Scale `[D]` of each unit: 1 / (high - low), or 0 if the unit has no range and is left out."""
         return inverse_range(self.low, self.high)
 
     @property
@@ -486,7 +486,7 @@ class RangeTracker:
         self.samples += count
 
     def reduce_over_processes(self) -> RangeTracker:
-        """Return the tracker of the samples of all processes; in a single process, this tracker."""
+        """Return a tracker merged over all processes, each of which must call this; without other processes, `self`."""
         if not is_distributed():
             return self
         reduced = RangeTracker()

@@ -75,7 +75,7 @@ class Statistic(Protocol):
         ...
 
     def divergence(self, values: Tensor) -> Tensor:
-        """Compute the divergence of a batch of values `[N, D]` from the source: one differentiable number."""
+        """Compute how far a batch of values `[N, D]` is from the source, as a differentiable scalar tensor."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:

@@ -53,7 +53,12 @@ def blank_entries(key: signing.Key | None = None) -> dict[str, str]:
 
 
 def seal(file: BinaryIO, key: signing.Key | None = None) -> None:
-    """Fill in the hash, and with a key the signature, of a safetensors file that is open for reading and writing."""
+    """Write the hash, and the signature if a key is given, into a safetensors file.
+
+    Args:
+        file: A file opened in mode `r+b`, whose metadata has the entries of `blank_entries`. They are overwritten.
+        key: The key to sign with.
+    """
     header = _read_header(file)
     if key is not None:
         header = _fill(header, "signature", key.sign(_hash(header, file)))

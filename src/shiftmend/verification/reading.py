@@ -165,14 +165,14 @@ def measure_unexplained(plain: Reading, free: Reading, record: Rehearsal, bins: 
 
 
 def expect_chance(free: Reading, record: Rehearsal, bins: Bins) -> float:
-    """Return the divergence of slices that chance alone is expected to leave, compared with reweighted home data.
+    """Return the divergence of slices that sampling noise alone would leave between a site and reweighted home data.
 
-    A class that is rare at home and frequent at the site has few samples to be compared with.
+    The noise is larger if a class is rare at home and frequent at the site.
 
     Args:
-        free: As for `measure_unexplained`.
-        record: As for `measure_unexplained`.
-        bins: As for `measure_unexplained`.
+        free: Reading of a model, compared with home reweighted to the predicted class shares.
+        record: The rehearsal in the profile, with the number of samples of each class at home.
+        bins: Bins of the profile.
     """
     shares = record.label_shares if free.shares is None else free.shares.double().cpu()
     at_home = (record.samples * record.label_shares).clamp_min(1.0)

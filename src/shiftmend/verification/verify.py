@@ -115,8 +115,8 @@ class Adapted(NamedTuple):
 
     Attributes:
         method: Name of the method; None if the method is unknown.
-        temperature: Temperature by which calibration divided weight and bias of the head; 1 without calibration.
-        free_shares: Whether the method estimated the class shares of the target.
+        temperature: Calibration temperature: weight and bias of the head were divided by it. 1 without calibration.
+        free_shares: True if the method estimated the class shares of the target instead of assuming those of home.
     """
 
     method: str | None

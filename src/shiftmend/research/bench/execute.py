@@ -102,7 +102,7 @@ def preparation_for(benchmark: Benchmark, cell: Cell) -> Preparation:
 
 
 def list_preparations(benchmark: Benchmark, cells: Sequence[Cell]) -> list[Preparation]:
-    """List the source models that cells need, each once with the profiles of all presets."""
+    """Return one preparation for each source model that `cells` use, with a profile for every preset of these cells."""
     presets: dict[Preparation, tuple[str, ...]] = {}
     for one in dict.fromkeys(preparation_for(benchmark, cell) for cell in cells):
         model = replace(one, presets=())

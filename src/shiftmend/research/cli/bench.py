@@ -96,7 +96,7 @@ def list_benchmarks(as_json: Json = False) -> None:
 
 @bench.command("show")
 def show_benchmark(benchmark: Name, data_root: Root = None, as_json: Json = False) -> None:
-    """Show one benchmark in full: source training, protocols, methods with hyper-parameters, origin of the data."""
+    """Print one benchmark: training of the sources, protocols, methods with hyper-parameters, origin of the data."""
     from shiftmend.research.bench.footnotes import ORIGINS
     from shiftmend.research.bench.plan import describe
     from shiftmend.research.bench.suite import find

@@ -101,10 +101,11 @@ def emnist_edition(root: PathLike | None = None) -> str:
 
 
 def usps(split: str = "train", root: PathLike | None = None) -> Split:
-    """Load USPS: digits from envelopes, 16 x 16 grey, from `usps.npz` or the LIBSVM files `usps.bz2`, `usps.t.bz2`.
+    """Load USPS: greyscale digits from envelopes, 16 x 16 pixels.
 
-    The npz holds x_train, y_train, x_test, y_test. The LIBSVM files hold grey levels from -1 to 1, rounded here to
-    8 bits, and classes from 1 to 10 for the digits 0 to 9.
+    Files are `usps.npz`, or `usps.bz2` and `usps.t.bz2` in the LIBSVM format. The npz holds x_train, y_train, x_test
+    and y_test. The LIBSVM files hold grey levels from -1 to 1, rounded here to 8 bits, and classes from 1 to 10 for the
+    digits 0 to 9.
     """
     check_split(split, ("train", "test"), "USPS")
     folder = data_root(root) / "USPS"

@@ -84,9 +84,12 @@ def few_shot(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
 
 
 def balanced(labels: Tensor, per_class: int, seed: int = 0) -> Tensor:
-    """Draw exactly `per_class` indices of each class, by dropping or repeating samples.
+    """Draw exactly `per_class` indices of each class, by leaving samples out or repeating them.
 
-    Within a class, counts of samples differ by at most one, so that as many as possible are kept.
+    Within a class, the numbers of times that two samples are drawn differ by at most one.
+
+    Returns:
+        Indices into `labels`, int64 and ascending.
     """
     if per_class < 1:
         raise DataError(f"Expected at least one sample per class, got {per_class}.")

@@ -71,7 +71,7 @@ def _find_in_file(file: Path, attribute: str) -> Benchmark:
 
 
 def list_problems(benchmark: Benchmark) -> Iterator[str]:
-    """List references in a definition that do not exist, and values that are easily mistyped."""
+    """Yield a message for each name in `benchmark` that is not defined anywhere, and for each value of a wrong type."""
     for name, example in (("shifts", '("dim",)'), ("seeds", "(1,)")):
         values = getattr(benchmark, name)
         # ("dim") is a text, and (1) a number.
