@@ -73,11 +73,12 @@ before = shiftmend.evaluate(model, (site, truth)).accuracy
 after = shiftmend.evaluate(result.model, (site, truth)).accuracy
 figure, axis = plt.subplots(figsize=(6, 2.4), layout="constrained")
 for row, estimate in enumerate(found.values()):
-    if estimate.value is not None:
-        axis.plot([100 * estimate.low, 100 * estimate.high], [row, row], color="#0072b2", lw=3)
-        axis.plot(100 * estimate.value, row, "o", color="#0072b2")
-    else:
+    if estimate.low is None:
         axis.text(1, row, "cannot be told", va="center")
+        continue
+    axis.plot([100 * estimate.low, 100 * estimate.high], [row, row], color="#0072b2", lw=3)
+    if estimate.value is not None:
+        axis.plot(100 * estimate.value, row, "o", color="#0072b2")
 axis.axvline(100 * after, color="black", lw=1)
 axis.set(yticks=range(len(found)), yticklabels=found, xlabel="accuracy, percent", xlim=(0, 100))
 axis.margins(y=0.2)

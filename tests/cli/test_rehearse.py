@@ -18,6 +18,7 @@ from shiftmend.cli import main
 from shiftmend.cli.verify import _decide, _Limit, _read_limit
 from shiftmend.introspection.input_map import load_adapted_state
 from shiftmend.profiles import fingerprints
+from shiftmend.verification.estimate import Estimate
 
 MODEL = (
     "from torch import nn\n"
@@ -363,3 +364,20 @@ def test_errors_of_quantities_have_a_limit_too(home: Path, tmp_path: Path, capsy
     assert (found["estimate"]["metric"], found["decision"]["answer"], code) == ("rmse", "yes", 0)
     code, _, err = call(capsys, "verify", *given, "-p", tmp_path / "r", "--at-least", "0.5")
     assert (code, "Expected --at-most" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "answer"),
+    [
+        ("at least", 0.5, "yes"),
+        ("at least", 0.7, "unknown"),
+        ("at least", 0.9, "no"),
+        ("at most", 0.9, "yes"),
+        ("at most", 0.7, "unknown"),
+        ("at most", 0.5, "no"),
+    ],
+)
+def test_a_range_decides_where_all_of_it_lies_on_one_side(name: Any, limit: float, answer: str) -> None:
+    metric = "accuracy" if name == "at least" else "rmse"
+    found = Estimate(None, 0.55, 0.85, metric, ("the signals leave too much open",), (0.7, 0.55, 0.85))
+    assert _decide(found, _Limit(name, str(limit), limit)) == answer

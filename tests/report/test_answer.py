@@ -332,3 +332,35 @@ def test_the_temperature_in_the_head_is_no_shift_of_the_features() -> None:
     assert plain.predictions.after is not None
     assert found.predictions.after.counts == plain.predictions.after.counts
     assert found.predictions.after.confidence < plain.predictions.after.confidence
+
+
+def ranged(low: float, high: float) -> Estimate:
+    return Estimate(None, low, high, "accuracy", ("the signals leave too much open",), ((low + high) / 2, low, high))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words", "choice"),
+    [
+        (told(0.62), ranged(0.65, 0.93), "about 62 % (60 to 64) before, between 65 and 93 % after", "mended"),
+        (told(0.62), ranged(0.55, 0.9), "about 62 % (60 to 64) before, between 55 and 90 % after", "untouched"),
+        (ranged(0.2, 0.5), told(0.88), "between 20 and 50 % before, about 88 % (86 to 90) after", "mended"),
+        (ranged(0.3, 0.6), ranged(0.65, 0.95), "between 30 and 60 % before, between 65 and 95 % after", "mended"),
+        (ranged(0.5, 0.8), ranged(0.65, 0.95), "between 50 and 80 % before, between 65 and 95 % after", "neither"),
+        (told(0.31), ranged(0.2, 0.6), "about 31 % (29 to 33) before, between 20 and 60 % after", "neither"),
+    ],
+)
+def test_a_range_is_written_and_counts_by_the_end_that_speaks_against_the_mended_model(
+    bare: Facts, before: Estimate, after: Estimate, words: str, choice: str
+) -> None:
+    found = give_answer(judged(bare, before, after))
+    assert words in found.headline.replace("\u00a0", " ")
+    assert found.choice == choice
+    assert "unknown" not in found.headline
+    page = visible(judged(bare, before, after))
+    assert "Mending did not help" not in page
+
+
+def test_a_range_far_below_home_asks_for_mending_and_one_around_home_for_labels(bare: Facts) -> None:
+    alone = replace(bare, mending=None)
+    assert give_answer(judged(alone, ranged(0.5, 0.9), None)).choice == "mend"
+    assert give_answer(judged(alone, ranged(0.7, 1.0), None)).choice == "neither"

@@ -358,6 +358,7 @@ def test_estimates_are_drawn_at_their_values_with_their_intervals() -> None:
     rows = [
         charts.ScoreRow("before", Estimate(0.25, 0.2, 0.3, "accuracy"), truth=0.5),
         charts.ScoreRow("after", Estimate(None, None, None, "accuracy", ("why",), (0.9, 0.8, 1.0))),
+        charts.ScoreRow("range", Estimate(None, 0.4, 0.8, "accuracy", ("why",), (0.6, 0.4, 0.8))),
         charts.ScoreRow("a name that is much too long to be shown", Estimate(0.75, None, None, "accuracy")),
     ]
     chart = charts.draw_scores(rows, 0.95, "Scores")
@@ -370,14 +371,17 @@ def test_estimates_are_drawn_at_their_values_with_their_intervals() -> None:
 
     dots = [value(float(one.get("cx", ""))) for one in drawing.root.iter("circle")]
     assert dots == pytest.approx([0.25, 0.75], abs=1e-3)
-    (bar,) = drawing.root.iter("rect")
-    left, width = (float(bar.get(name, "")) for name in ("x", "width"))
-    assert [value(left), value(left + width)] == pytest.approx([0.2, 0.3], abs=1e-3)
+    spans = []
+    for bar in drawing.root.iter("rect"):
+        left, width = (float(bar.get(name, "")) for name in ("x", "width"))
+        spans += [value(left), value(left + width)]
+    assert spans == pytest.approx([0.2, 0.3, 0.4, 0.8], abs=1e-3), "a range has no dot"
     (diamond,) = drawing.root.iter("path")
     assert value(float(diamond.get("d", "").split()[0][1:])) == pytest.approx(0.5, abs=1e-3)
     assert "unknown" in written
     assert drawing.label is not None
     assert "after unknown" in drawing.label
+    assert "range 40.0 % to 80.0 %" in drawing.label
     assert "90.0 %" not in str(chart), "what is withheld is not drawn"
 
 

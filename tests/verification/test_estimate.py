@@ -182,15 +182,15 @@ def test_few_large_errors_at_home_widen_the_interval_of_a_regression() -> None:
     record = cross_fit(record)
     halves = []
     for kurtosis in (3.0, 23.0):
-        _, low, high = told_anyway(
+        value, low, high = told_anyway(
             Estimator(replace(record, error_kurtosis=kurtosis)).estimate(UNTOUCHED, signals_of(record, 0), 1000)
         )
         assert low is not None
         assert high is not None
-        halves.append((high - low) / 2)
-    value = told_anyway(Estimator(record).estimate(UNTOUCHED, signals_of(record, 0), 1000))[0]
+        assert high / value == pytest.approx(value / low)  # Errors are compared by their ratio.
+        halves.append(math.log(high / value))
     # The variance of a root mean square is (kurtosis - 1) / 4n of its square, at home and at the site.
-    added = 1.6449**2 * value**2 * (1 / 1000 + 1 / record.samples) * (23 - 3) / 4
+    added = 1.6449**2 * (1 / 1000 + 1 / record.samples) * (23 - 3) / 4
     assert halves[1] ** 2 - halves[0] ** 2 == pytest.approx(added, rel=1e-3)
 
 
@@ -244,18 +244,49 @@ def test_below_nine_families_there_is_a_value_without_an_interval() -> None:
         assert (" to " in str(found)) == (families >= 9)
 
 
-def test_an_interval_that_leaves_everything_open_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = make_record(noise=0.2, candidates=(UNTOUCHED,))
+@pytest.mark.parametrize(("noise", "is_range"), [(0.08, True), (0.2, False)])
+def test_a_wide_interval_is_told_without_a_value_and_a_very_wide_one_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, noise: float, is_range: bool
+) -> None:
+    record = make_record(noise=noise, candidates=(UNTOUCHED,))
     found = Estimator(record).estimate(UNTOUCHED, signals_of(record, 2), 1000)
     assert not found.reliable
-    assert len(found.reasons) == 1
+    assert found.is_range == is_range
     assert found.reasons == ("the signals leave too much open",)
-    monkeypatch.setattr(estimate, "MAX_HALF_WIDTH", 1.0)
+    monkeypatch.setitem(estimate.WIDEST, "classes", 1.0)
     wide = Estimator(record).estimate(UNTOUCHED, signals_of(record, 2), 1000)
     assert wide.low is not None
     assert wide.high is not None
     assert wide.high - wide.low > 0.2
     assert found.withheld == (wide.value, wide.low, wide.high)
+    assert (found.low, found.high) == ((wide.low, wide.high) if is_range else (None, None))
+    assert found.best_guess == (wide.value if is_range else None)
+    assert ("between" if is_range else "cannot be told") in str(found)
+
+
+def test_the_range_of_an_error_is_positive_and_up_to_a_factor_of_two() -> None:
+    record = make_record(noise=0.05, cross_fitted=False)
+    record = cross_fit(
+        replace(
+            record,
+            task="quantities",
+            score=0.06,
+            scores=1.01 - record.scores,
+            shares=torch.empty(0),
+            output_mean=torch.zeros(1),
+            output_deviation=torch.ones(1),
+        )
+    )
+    estimator, ranges = Estimator(record), 0
+    for place in range(len(record.shifts)):
+        found = estimator.estimate(UNTOUCHED, signals_of(record, place), 1000)
+        assert found.low is None or found.low > 0
+        if found.is_range:
+            assert found.low is not None
+            assert found.high is not None
+            assert found.high / found.low <= 4 + 1e-6
+            ranges += 1
+    assert ranges
 
 
 def test_many_shifts_of_few_families_are_not_many_families() -> None:
@@ -548,10 +579,33 @@ def test_the_estimate_at_home_is_the_score_there() -> None:
     assert widths == sorted(widths, reverse=True)
     # Chance of the samples and of those at home, and three deviations of the confidence of both.
     chance = stats.norm.ppf(0.95) * math.sqrt(0.95 * 0.05 * 2 / 1000)
-    assert widths[1] == pytest.approx(math.hypot(chance, 3 * 0.005 * math.sqrt(2)), rel=1e-3)
+    told = Estimator(record).estimate_at_home(1000)
+    assert told.high == pytest.approx(0.95 + math.hypot(chance, 3 * 0.005 * math.sqrt(2)), rel=1e-3)
     few = Estimator(record).estimate_at_home(20)
     assert not few.reliable
-    assert few.reasons == ("there are too few samples (20)",)
+    assert "unnoticed among 20 samples" in few.reasons[0]
+
+
+def test_the_interval_at_home_covers_the_loss_of_a_rehearsed_device_that_would_pass_for_home() -> None:
+    names = ("slices", "confidence")
+    record = make_record(signals=names, candidates=(UNTOUCHED,), cross_fitted=False)
+    scores, values = record.scores.clone(), record.values.clone()
+    count = len(record.shifts)
+    # Shift 0 moves its signals by one deviation and costs 8 points; all others are seen from afar.
+    values[:, 0, 0] = torch.tensor([0.9, 0.2])
+    values[0, 0, 0] = torch.tensor([0.11, 0.95])
+    scores[:, 0, 0] = 0.3
+    scores[0, 0, 0] = record.score - 0.08
+    level, spread = torch.tensor([[0.1, 0.95]]), torch.full((1, 2), 0.01 / math.sqrt(2))
+    record = replace(record, scores=scores, values=values, home_mean=level, home_deviation=spread)
+    assert count > 2
+    found = Estimator(record).estimate_at_home(1000)
+    assert found.value == record.score
+    assert found.low is not None
+    assert found.low < record.score - 0.08
+    # With many samples the device would be noticed, and only a part of its loss could hide.
+    sharp = replace(record, home_deviation=spread / 10)
+    assert (Estimator(sharp).estimate_at_home(1000).low or 0) > record.score - 0.06
 
 
 def test_other_class_shares_are_told_from_another_device() -> None:

@@ -423,9 +423,6 @@ def _finish_rehearsed(
         distance=chosen.reading.measure_distance(record),
         reasons=record.find_differences(describe_method(chosen.method)),
     )
-    reason = "its estimate is the best"
-    if not after.reliable:
-        reason = "its signals are the best, but leave its accuracy unknown; label about fifty samples before using it"
     if before is not None:
         # A rejected candidate with a valid estimate tells the score of the untouched model where both agree.
         others = {one.name: one.estimate for one in tried} if name == UNTOUCHED and not has_skew else {}
@@ -436,18 +433,28 @@ def _finish_rehearsed(
                 before = estimator.estimate_before(before, told, trial.name, trials[0].signals, size, distance=apart)
     if name == UNTOUCHED:
         after = after if before is None else before
-        reason = "no candidate is clearly better than the untouched model"
-        if has_skew:
-            reason = f"{OTHER_SHARES}, so nothing was changed"
     result = chosen.adaptation
     if record.task == "classes" and record.confusion.numel() and name != UNTOUCHED:
         lost = find_loss(after, record)
         result.shares = estimate_shares(chosen.reading.outputs, record, lost=lost)
         result.changed = tell_change(measure_other_shares(result.shares, record), result.shares.samples, record, lost)
+    reason = _explain_choice(name, after, has_skew=has_skew)
     _complete(result, Estimates(before, after), tuple(tried), reason, record)
     if calibrate and name != UNTOUCHED:
         calibrate_result(result, chosen.reading, task, output)
     return result
+
+
+def _explain_choice(name: str, after: Estimate, *, has_skew: bool) -> str:
+    if name == UNTOUCHED and has_skew:
+        return f"{OTHER_SHARES}, so nothing was changed"
+    if name == UNTOUCHED:
+        return "no candidate is clearly better than the untouched model"
+    if after.reliable:
+        return "its estimate is the best"
+    if after.is_range:
+        return "its estimate is the best, but its interval is wide; label about fifty samples before using it"
+    return "its signals are the best, but leave its accuracy unknown; label about fifty samples before using it"
 
 
 def find_loss(estimate: Estimate, record: Rehearsal) -> float | None:
@@ -622,7 +629,7 @@ def estimate_one(
 def calibrate_result(result: Adaptation, reading: Reading, task: Task, output: Entry = None) -> None:
     """Fold into the head the temperature at which the mean confidence equals the estimated accuracy.
 
-    Without a valid estimate, use the temperature that calibrates the untouched model at home.
+    If nothing is known of the accuracy, use the temperature that calibrates the untouched model at home.
     """
     after = result.estimate.after if result.estimate is not None else None
     profile = task.profile
@@ -631,8 +638,8 @@ def calibrate_result(result: Adaptation, reading: Reading, task: Task, output: E
     if after is None or not profile.rehearsal.labelled:
         return
     temperature, by = profile.rehearsal.temperature, "home"
-    if after.value is not None:
-        temperature, by = find_temperature(as_class_logits(reading.outputs), after.value), "estimate"
+    if after.best_guess is not None:
+        temperature, by = find_temperature(as_class_logits(reading.outputs), after.best_guess), "estimate"
     sample = task.feed.first(2)
     with on_device(result.model, task.feed.device):
         refusal = fold_temperature(result.model, profile.specs["logits"], temperature, sample, output)

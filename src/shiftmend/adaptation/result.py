@@ -195,7 +195,7 @@ class Adaptation:
         before, after = self.estimate.before, self.estimate.after
         lines = []
         if before is not None and after is not None:
-            if before.reliable or after.reliable:
+            if any(one.reliable or one.is_range for one in (before, after)):
                 lines += [f"before  {before}", f"after   {after}"]
             elif self.manifest["method"]["name"] == UNTOUCHED:
                 lines.append(str(after))

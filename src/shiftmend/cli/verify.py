@@ -282,12 +282,19 @@ def _number(text: str) -> float:
 
 def _decide(estimate: Estimate | None, limit: _Limit) -> Answer:
     """Tell whether the whole interval of an estimate meets a limit, the estimate misses it, or neither."""
-    if estimate is None or estimate.value is None:
+    if estimate is None or estimate.best_guess is None:
         return "unknown"
-    sign, end = (1, estimate.low) if limit.name == "at least" else (-1, estimate.high)
-    if sign * (estimate.value if end is None else end) >= sign * limit.value:
+    sign, worse, better = 1, estimate.low, estimate.high
+    if limit.name == "at most":
+        sign, worse, better = -1, estimate.high, estimate.low
+    worse = estimate.value if worse is None else worse
+    # Of a range, only all of it can miss the limit.
+    likely = better if estimate.value is None else estimate.value
+    assert worse is not None
+    assert likely is not None
+    if sign * worse >= sign * limit.value:
         return "yes"
-    return "no" if sign * estimate.value < sign * limit.value else "unknown"
+    return "no" if sign * likely < sign * limit.value else "unknown"
 
 
 def _describe(found: Verification) -> list[str]:

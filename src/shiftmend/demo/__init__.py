@@ -30,7 +30,7 @@ from shiftmend.inputs.images import Split
 from shiftmend.inputs.images import signed as preprocess
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import UNTOUCHED, name_candidate
-from shiftmend.report.answer import explain_reason
+from shiftmend.report.answer import explain_reason, write_estimate
 from shiftmend.utils.checks import check_seed
 from shiftmend.utils.files import check_folder
 from shiftmend.utils.logs import hide_warnings
@@ -290,7 +290,7 @@ def _make_strip(row: Row, model: nn.Module, result: Adaptation, images: Tensor) 
     shown = images[:SHOWN_DIGITS]
     lines: dict[str, Tensor] = {}
     for words, which, estimate, truth in _list_models(row, model, result.model):
-        told = "?" if estimate.value is None else f"{100 * estimate.value:.0f} %"
+        told = write_estimate(estimate, interval=False).replace("unknown", "?")
         with torch.no_grad():
             lines[f"{words}: estimated {told}, true {100 * truth:.0f} %"] = which(preprocess(shown)).argmax(1)
     return Strip(row.device, shown, lines)
@@ -351,6 +351,8 @@ def _print_report(report: Report, say: Callable[..., None]) -> None:
 
 
 def _write(estimate: Estimate) -> str:
+    if estimate.is_range:
+        return str(estimate).removeprefix(f"{estimate.metric} ").partition(":")[0]
     return "cannot be told" if estimate.value is None else str(estimate).removeprefix(f"{estimate.metric} about ")
 
 
@@ -369,10 +371,11 @@ def describe(row: Row) -> list[str]:
         told = {"as it came ": (row.estimated_before, row.true_before), "after mending ": told[""]}
     for when, (estimate, truth) in told.items():
         if reasons := dict.fromkeys(explain_reason(reason) for reason in estimate.reasons):
-            said.append(f"The accuracy {when}cannot be told: {'; '.join(reasons)}.")
+            exactly = "exactly" if estimate.is_range else ""
+            said.append(f"The accuracy {when}cannot be told {exactly}".rstrip() + f": {'; '.join(reasons)}.")
         if _misses(estimate, truth):
             said.append(f"The interval {when}misses the truth.")
-    if row.estimated_after.value is None:
+    if not row.estimated_after.reliable:
         said.append("Before you rely on it, label fifty samples.")
     return said
 

@@ -50,10 +50,12 @@ ADVICE: dict[Choice, str] = {
     "neither": "Trust neither model: label about fifty samples.",
 }
 
+SPACE = "\u00a0"
+"""Keeps a number and its unit on one line."""
 PLAIN_REASONS = {
     "outside of what was rehearsed": "no device that was simulated at home gave such data",
     "other classes than": "some classes are far more or far less frequent among the answers than ever at home",
-    "leave too much open": "without labels, a good and a bad model would look alike here",
+    "leave too much open": "without labels, a better and a worse model would look alike here",
     "contradict each other": "the label-free signs contradict each other more than they ever did at home",
 }
 """Plain wording for reasons that name signals, by a part of the reason."""
@@ -84,22 +86,31 @@ class Answer:
 
 @dataclass(frozen=True)
 class _Known:
-    """Scores before and after from labels or estimates, if known, and the worse ends of their intervals."""
+    """Scores before and after from labels or estimates, if known, and the ends of their intervals.
+
+    Of a range, only the ends are known.
+    """
 
     before: float | None
     after: float | None
     higher_is_better: bool
     worst_before: float | None = None
     worst_after: float | None = None
+    best_before: float | None = None
 
     def is_better(self) -> bool:
-        """Return whether the mended model is clearly better; an unknown score is never better."""
-        if self.after is None:
+        """Return whether the mended model is clearly better; an unknown score is never better.
+
+        Of a range, the end counts that speaks against the mended model.
+        """
+        after = self.worst_after if self.after is None else self.after
+        before = self.best_before if self.before is None or self.after is None else self.before
+        if after is None:
             return False
-        if self.before is None:
-            return True
-        gain = self.after - self.before if self.higher_is_better else self.before - self.after
-        return gain > (MIN_GAIN if self.higher_is_better else MIN_RELATIVE_GAIN * abs(self.before))
+        if before is None:
+            return self.after is not None
+        gain = after - before if self.higher_is_better else before - after
+        return gain > (MIN_GAIN if self.higher_is_better else MIN_RELATIVE_GAIN * abs(before))
 
 
 def give_answer(facts: Facts) -> Answer:
@@ -140,22 +151,27 @@ def has_one_model(facts: Facts) -> bool:
 def _find_known(facts: Facts) -> _Known:
     estimates, truths = facts.estimates, find_truths(facts)
     if truths is not None:
-        return _Known(*truths, isinstance(facts.scores_before, Scores), *truths)
+        return _Known(*truths, isinstance(facts.scores_before, Scores), *truths, truths[0])
     if estimates is None:
         return _Known(None, None, higher_is_better=True)
     before, after = (None if each is None else each.value for each in (estimates.before, estimates.after))
     told = estimates.before or estimates.after
     better = told is None or told.task == "classes"
-    ends = (_find_worse_end(each) for each in (estimates.before, estimates.after))
-    return _Known(before, after, better, *ends)
+    worst_before, worst_after = (_find_end(each, "worse") for each in (estimates.before, estimates.after))
+    return _Known(before, after, better, worst_before, worst_after, _find_end(estimates.before, "better"))
 
 
-def _find_worse_end(estimate: Estimate | None) -> float | None:
-    """Return the worse end of the interval, or the value if there is no interval."""
+def _find_end(estimate: Estimate | None, which: Literal["better", "worse"]) -> float | None:
+    """Return an end of the interval, or the value if there is no interval."""
     if estimate is None:
         return None
-    end = estimate.low if estimate.task == "classes" else estimate.high
+    end = estimate.low if (estimate.task == "classes") == (which == "worse") else estimate.high
     return estimate.value if end is None else end
+
+
+def is_told(estimate: Estimate | None) -> bool:
+    """Return whether a value or a range is told."""
+    return estimate is not None and (estimate.reliable or estimate.is_range)
 
 
 def find_truths(facts: Facts) -> tuple[float, float | None] | None:
@@ -176,26 +192,29 @@ def _choose(facts: Facts, known: _Known) -> Choice:
     if facts.mending is None:
         return _choose_before_mending(facts, known)
     if facts.mending.left_alone:
-        value = known.before if known.after is None else known.after
-        return "untouched" if value is not None or _looks_like_home(facts) else "neither"
+        ends = (known.worst_before, known.worst_after)
+        return "untouched" if any(end is not None for end in ends) or _looks_like_home(facts) else "neither"
     if known.is_better():
         return "mended"
     return "neither" if known.before is None else "untouched"
 
 
 def _choose_before_mending(facts: Facts, known: _Known) -> Choice:
-    if known.before is None:
+    estimate = None if facts.estimates is None else facts.estimates.before
+    if known.before is None and (estimate is None or not estimate.is_range):
         undecided = facts.before.verdict == "undecided" or facts.rehearsal is not None
         return "untouched" if _looks_like_home(facts) else "neither" if undecided else "mend"
     home = None if facts.rehearsal is None else facts.rehearsal.score
-    estimate = None if facts.estimates is None else facts.estimates.before
     if home is None or estimate is None:
         return "untouched" if facts.before.verdict == "restored" else "mend"
-    if find_truths(facts) is not None or estimate.low is None or estimate.high is None:
+    if known.before is not None and (find_truths(facts) is not None or estimate.low is None or estimate.high is None):
         lost = home - known.before if known.higher_is_better else known.before - home
         return "mend" if lost > (0.02 if known.higher_is_better else 0.1 * home) else "untouched"
-    beyond = estimate.high < home if known.higher_is_better else estimate.low > home
-    return "mend" if beyond else "untouched"
+    better = _find_end(estimate, "better")
+    assert better is not None
+    if better < home if known.higher_is_better else better > home:
+        return "mend"
+    return "neither" if estimate.is_range else "untouched"
 
 
 def _looks_like_home(facts: Facts) -> bool:
@@ -234,7 +253,7 @@ def _write_headline(facts: Facts) -> tuple[str, str]:
     metric = "Accuracy" if isinstance(facts.scores_before, Scores) else "Root mean square error"
     if held := _list_held(facts):
         name = METRICS.get(held[0].metric, held[0].metric)
-        headline = f"{name} about {_write_values(facts, told)}, estimated without labels.{_write_untold(facts)}"
+        headline = f"{name} {_write_values(facts, told)}, estimated without labels.{_write_untold(facts)}"
         return headline, f"{metric} by the labels: {truths}." if truths else ""
     why = join_reasons(facts)
     if truths:
@@ -243,26 +262,35 @@ def _write_headline(facts: Facts) -> tuple[str, str]:
 
 
 def _list_held(facts: Facts) -> list[Estimate]:
-    """Return the valid estimates, before first."""
+    """Return the estimates of which a value or a range is told, before first."""
     estimates = facts.estimates
     both = () if estimates is None else (estimates.before, estimates.after)
-    return [each for each in both if each is not None and each.reliable]
+    return [each for each in both if each is not None and is_told(each)]
 
 
 def _write_values(facts: Facts, told: list[Estimate]) -> str:
-    """Write the valid estimates; only the last one has its interval."""
+    """Write what is told; of two values, only the last one has its interval."""
     if has_one_model(facts):
-        return write_estimate(told[-1] if told[-1].reliable else told[0])
+        return _write_words(told[-1] if is_told(told[-1]) else told[0])
     before, after = told[0], told[-1]
     numbers = [each for each in (before.value, after.value) if each is not None]
-    digits = 1 if max(numbers) > 0.99 or (len(numbers) == 2 and abs(numbers[0] - numbers[1]) < 0.02) else 0
+    digits = 1 if numbers and max(numbers) > 0.99 else 0
+    digits = 1 if len(numbers) == 2 and abs(numbers[0] - numbers[1]) < 0.02 else digits
     parts = []
-    if before.value is not None:
+    if is_told(before):
         wide = before.low is not None and before.high is not None and before.high - before.low > MAX_SILENT_WIDTH
-        parts.append(f"{write_estimate(before, digits, interval=wide or after.value is None)} before")
-    if after.value is not None:
-        parts.append(f"{write_estimate(after, digits)} after")
+        parts.append(f"{_write_words(before, digits, interval=wide or after.value is None)} before")
+    if is_told(after):
+        text = write_estimate(after, digits) if before.reliable and after.reliable else _write_words(after, digits)
+        parts.append(f"{text} after")
     return ", ".join(parts)
+
+
+def _write_words(estimate: Estimate, digits: int | None = None, *, interval: bool = True) -> str:
+    """Write an estimate with the word that leads to it: `about 85 % (82 to 87)` or `between 55 and 85 %`."""
+    if not estimate.is_range:
+        return f"about {write_estimate(estimate, digits, interval=interval)}"
+    return "between " + write_estimate(estimate, digits).replace(f"{SPACE}to{SPACE}", f"{SPACE}and{SPACE}")
 
 
 def _write_untold(facts: Facts) -> str:
@@ -270,27 +298,30 @@ def _write_untold(facts: Facts) -> str:
     estimates = facts.estimates
     if has_one_model(facts) or estimates is None or estimates.before is None or estimates.after is None:
         return ""
-    if not estimates.after.reliable:
+    if not is_told(estimates.after):
         return " The accuracy of the mended model is unknown without labels."
-    return "" if estimates.before.reliable else " The accuracy before is unknown without labels."
+    return "" if is_told(estimates.before) else " The accuracy before is unknown without labels."
 
 
 def write_estimate(estimate: Estimate, digits: int | None = None, *, interval: bool = True) -> str:
-    """Format an estimate with its interval, e.g. `85 % (82 to 87)`; "unknown" if it is invalid.
+    """Format an estimate with its interval, e.g. `85 % (82 to 87)`, or a range, e.g. `55 to 85 %`; else "unknown".
 
     Args:
         estimate: The estimate.
         digits: Decimal places of percentages; by default 0, and 1 above 99 %.
         interval: Whether to add the interval.
     """
-    if estimate.value is None:
-        return "unknown"
     if digits is None:
-        digits = 1 if estimate.value > 0.99 else 0
+        digits = 1 if estimate.value is not None and estimate.value > 0.99 else 0
+    ends = []
+    if estimate.low is not None and estimate.high is not None:
+        ends = [write_score(end, estimate.task, digits) for end in (estimate.low, estimate.high)]
+    if estimate.value is None:
+        return f"{ends[0].split(SPACE)[0]}{SPACE}to{SPACE}{ends[1]}" if ends else "unknown"
     text = write_score(estimate.value, estimate.task, digits)
-    if interval and estimate.low is not None and estimate.high is not None:
-        ends = [write_score(end, estimate.task, digits).split("\u00a0")[0] for end in (estimate.low, estimate.high)]
-        text += f" ({ends[0]}\u00a0to\u00a0{ends[1]})"
+    if interval and ends:
+        low, high = (end.split(SPACE)[0] for end in ends)
+        text += f" ({low}{SPACE}to{SPACE}{high})"
     return text
 
 
@@ -357,6 +388,8 @@ def _list_remarks(facts: Facts, known: _Known, choice: Choice, doubt: Literal[""
         remarks.append(
             "The mended model is not known to be better." if known.after is None else "Mending did not help."
         )
+    elif choice == "neither" and known.worst_after is not None and not has_one_model(facts):
+        remarks.append("The mended model may be better, but the estimate is too wide to be sure.")
     elif choice == "untouched" and known.before is None:
         remarks.append("Inside the model, the data look as at home.")
     elif choice == "mend":

@@ -69,7 +69,7 @@ def draw_scores(rows: Sequence[ScoreRow], home: float | None, label: str) -> Mar
     """
     step, top, bottom = 30, 20, 22
     height = top + step * len(rows) + bottom
-    told = [row.estimate for row in rows if row.estimate is not None and row.estimate.value is not None]
+    told = [row.estimate for row in rows if row.estimate is not None and row.estimate.best_guess is not None]
     percent = not told or told[0].task == "classes"
     ends = [end for one in told for end in (one.value, one.high) if end is not None]
     truths = [row.truth for row in rows if row.truth is not None]
@@ -92,16 +92,19 @@ def draw_scores(rows: Sequence[ScoreRow], home: float | None, label: str) -> Mar
         y = top + step * (number + 0.5)
         kind = "before" if row.name in ("before", "here") else "after" if row.chosen else "plain"
         parts.append(_text(NAMES_WIDTH - 10, y + 4, _shorten(row.name), "label" if row.chosen else "tick", "end"))
-        value = None if row.estimate is None else row.estimate.value
-        if row.estimate is None or value is None:
+        estimate = row.estimate
+        if estimate is None or estimate.best_guess is None:
             parts.append(_text(place(0) + 6, y + 4, "unknown", anchor="start"))
             words.append(f"{row.name} unknown")
-        else:
-            if row.estimate.low is not None and row.estimate.high is not None:
-                low, high = place(row.estimate.low), place(row.estimate.high)
-                parts.append(_rectangle(low, y - 4, high - low, 8, f"interval {kind}"))
-            parts.append(_dot(place(value), y, 5, f"dot {kind}"))
-            words.append(f"{row.name} {_write_tick(value, percent)}")
+        elif estimate.low is not None and estimate.high is not None:
+            low, high = place(estimate.low), place(estimate.high)
+            parts.append(_rectangle(low, y - 4, high - low, 8, f"interval {kind}"))
+            if estimate.value is None:
+                both = (_write_tick(end, percent) for end in (estimate.low, estimate.high))
+                words.append(f"{row.name} {' to '.join(both)}")
+        if estimate is not None and estimate.value is not None:
+            parts.append(_dot(place(estimate.value), y, 5, f"dot {kind}"))
+            words.append(f"{row.name} {_write_tick(estimate.value, percent)}")
         if row.truth is not None:
             x = place(row.truth)
             diamond = f"M{_coordinate(x)} {_coordinate(y - 9)}l5 9l-5 9l-5 -9z"

@@ -24,6 +24,7 @@ from shiftmend.report.answer import (
     find_truths,
     give_answer,
     has_one_model,
+    is_told,
     write_estimate,
     write_score,
 )
@@ -91,7 +92,7 @@ def _draw_answer(facts: Facts) -> Any:
     if has_one_model(facts):
         last = estimates.after if facts.mending is not None else estimates.before
         both = [ScoreRow("here", last, truths[0])]
-    if not any(row.estimate is not None and row.estimate.reliable for row in both):
+    if not any(is_told(row.estimate) for row in both):
         return None
     return charts.draw_scores(both, None if facts.rehearsal is None else facts.rehearsal.score, "Estimated score")
 
@@ -135,7 +136,7 @@ def tried(facts: Facts) -> Context | None:
         }
         for one in mending.candidates
     ]
-    told = [one.estimate for one in mending.candidates if one.estimate is not None and one.estimate.reliable]
+    told = [one.estimate for one in mending.candidates if is_told(one.estimate)]
     home = None if facts.rehearsal is None else facts.rehearsal.score
     drawn = [
         ScoreRow(name_candidate(one.name), one.estimate, None, chosen=one.name == mending.method)

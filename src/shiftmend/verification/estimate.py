@@ -5,7 +5,11 @@ each rehearsed shift from the others, and the median of the best few is the esti
 of such estimates when the whole family of a shift is left out of ranking and fitting (conformal prediction, with
 families as the exchangeable units).
 
+Accuracies are compared by their difference and errors of a regression by their ratio: maps and intervals of the latter
+are made for the logarithm. A small network may err five times as much as a constant guess, and no error is negative.
+
 An estimate is invalid if the site looks unlike everything that was rehearsed. It then has reasons instead of a value.
+If all that is wrong is the width of its interval, the interval is given without a value.
 """
 
 from __future__ import annotations
@@ -39,15 +43,22 @@ NORMAL_QUANTILE = 1.6449
 MIN_ERROR = 0.004
 """Smallest expected error of an accuracy, before the conformal factor."""
 MIN_RELATIVE_ERROR = 0.02
-"""Smallest expected error of a regression error, as a fraction of the error at home."""
+"""The same for an error of a regression, as a fraction of it."""
 EXPONENTS = (0.0, 1.0, 1.5)
 """Exponents with which errors may grow with the difficulty of an estimate. Estimates for adapted models are off by less
 than a point near home and by up to fifty far from it; those for the untouched model, from its agreement with adapted
 ones, are about equally good everywhere. The rehearsal chooses the exponent."""
+MIN_LOG_UNIT = math.log(2)
+"""Smallest distance from the logarithm of the error at home to that of a useless model. Some models of real
+measurements are hardly better than a constant."""
 MAX_HALF_WIDTH = 0.1
 """Largest useful half-width of an interval of an accuracy."""
 MAX_RELATIVE_HALF_WIDTH = 0.3
-"""Largest useful half-width for a regression error, as a fraction of the estimate."""
+"""The same for an error of a regression: its upper end, as a fraction above the estimate."""
+WIDEST: Mapping[Task, float] = {"classes": MAX_HALF_WIDTH, "quantities": math.log1p(MAX_RELATIVE_HALF_WIDTH)}
+"""Both on the scale of the score. An estimate with a wider interval has no value."""
+WIDEST_RANGE: Mapping[Task, float] = {"classes": 0.25, "quantities": math.log(2)}
+"""Half-width up to which such an interval is told without a value; beyond it, it says too little."""
 NEAR = 0.01
 """Distance from the score at home, in accuracy, below which all errors weigh the same when signals are ranked. Farther
 away, errors weigh relative to the distance: an estimate of 50 % may be off by more than one of 90 %."""
@@ -88,7 +99,9 @@ class Estimate:
 
     Attributes:
         value: The estimate; None if it is invalid.
-        low: Lower end of the interval; None without a value or with fewer than nine rehearsed families.
+        low: Lower end of the interval. It is also given if the estimate is invalid only because the interval is wide:
+            more than 0.1 to one side, or 30 % of an error. None if the estimate is invalid otherwise, if that interval
+            is more than 0.25 or a factor of 2, or with fewer than nine rehearsed families.
         high: Upper end of the interval.
         metric: `"accuracy"`, `"agreement"` (with the model's own predictions on clean inputs), `"rmse"` or
             `"deviation"`.
@@ -101,8 +114,8 @@ class Estimate:
         >>> from shiftmend import Estimate
         >>> print(Estimate(0.853, 0.82, 0.87, "accuracy"))
         accuracy about 85.3 % (82.0 to 87.0)
-        >>> Estimate(None, None, None, "accuracy", ("there are too few samples",)).reliable
-        False
+        >>> print(Estimate(None, 0.55, 0.85, "accuracy", ("there are too few samples",)))
+        accuracy between 55.0 and 85.0 %: there are too few samples
     """
 
     value: float | None
@@ -117,6 +130,20 @@ class Estimate:
     def reliable(self) -> bool:
         """True if the estimate is valid."""
         return self.value is not None
+
+    @property
+    def is_range(self) -> bool:
+        """True if the estimate is invalid only because its interval is wide, and the interval is told."""
+        return self.value is None and self.low is not None and self.high is not None
+
+    @property
+    def best_guess(self) -> float | None:
+        """The value; within a range that is told, its most likely value. None if nothing is known."""
+        if not self.is_range:
+            return self.value
+        assert self.low is not None
+        assert self.high is not None
+        return self.withheld[0] if self.withheld is not None else (self.low + self.high) / 2
 
     @property
     def task(self) -> Task:
@@ -143,13 +170,15 @@ class Estimate:
         return facts
 
     def __str__(self) -> str:
+        ends = () if self.low is None or self.high is None else (self.low, self.high)
+        low, high = [format_score(end, self.task).removesuffix(" %") for end in ends] or ("", "")
         if self.value is None:
-            return f"{self.metric} cannot be told: {'; '.join(self.reasons) or 'nothing was rehearsed'}"
-        text = f"{self.metric} about {format_score(self.value, self.task)}"
-        if self.low is not None and self.high is not None:
-            ends = [format_score(end, self.task).removesuffix(" %") for end in (self.low, self.high)]
-            text += f" ({ends[0]} to {ends[1]})"
-        return text
+            reasons = "; ".join(self.reasons) or "nothing was rehearsed"
+            percent = " %" if self.task == "classes" else ""
+            if ends:
+                return f"{self.metric} between {low} and {high}{percent}: {reasons}"
+            return f"{self.metric} cannot be told: {reasons}"
+        return f"{self.metric} about {format_score(self.value, self.task)}" + (f" ({low} to {high})" if ends else "")
 
     def with_labels(self, correct: int, samples: int) -> Estimate:
         """Combine the estimate with a few labelled samples of the site.
@@ -239,11 +268,22 @@ class Prediction:
     used: tuple[str, ...] = ()
 
 
+def to_scale(task: Task, scores: Any) -> Any:
+    """Return scores on the scale on which they are compared: accuracies as they are, errors by their logarithm."""
+    return scores if task == "classes" else np.log(np.maximum(scores, 1e-30))
+
+
+def from_scale(task: Task, values: Any) -> Any:
+    """Undo `to_scale`."""
+    return values if task == "classes" else np.exp(np.minimum(values, 60.0))
+
+
 @dataclass(frozen=True, eq=False)
 class Cells:
     """Cells of one candidate at one size: signals `[F, G]` with their names, scores `[F]` and families of the shifts.
 
-    `home` is the score at home, and `unit` the distance from that score to the score of a useless model.
+    `home` is the score at home, and `unit` the distance from that score to the score of a useless model. All are on the
+    scale of `to_scale`.
     """
 
     names: tuple[str, ...]
@@ -262,17 +302,19 @@ class Cells:
         values, scores = (one[:, size, place].double().numpy() for one in (record.values, record.scores))
         rows = np.flatnonzero(np.isfinite(scores))
         there = np.isfinite(values[rows]).all(0)
+        home = float(to_scale(record.task, record.score))
         unit, least = 1.0, MIN_ERROR
         if record.task == "quantities":
-            unit = float(record.output_deviation.square().mean().sqrt()) or 1.0
-            least = MIN_RELATIVE_ERROR * abs(record.score)
+            useless = float(record.output_deviation.square().mean().sqrt())
+            unit = max(float(to_scale(record.task, useless)) - home, MIN_LOG_UNIT)
+            least = MIN_RELATIVE_ERROR
         return Cells(
             tuple(name for name, complete in zip(record.signals, there, strict=True) if complete),
             values[rows][:, there],
-            scores[rows],
+            to_scale(record.task, scores[rows]),
             tuple(record.shifts[row].family for row in rows),
             tuple(int(row) for row in rows),
-            record.score,
+            home,
             unit,
             least,
         )
@@ -395,7 +437,7 @@ class Width:
 
     def __call__(self, difficulty: float) -> float:
         expected = self.least + self.unit * float(max(difficulty, 0.0) ** self.exponent)
-        return min(self.unit, self.factor * expected)
+        return min(1.0, self.factor * expected)
 
 
 def fit_width(
@@ -466,10 +508,10 @@ def cross_fit(record: Rehearsal, estimator: Estimator | None = None) -> Rehearsa
                 for place, (name, cells) in enumerate(every.items()):
                     found = _estimate_left_out(cells, guesses[name], family, shift)
                     if found is not None:
-                        estimates[shift, size, place], difficulties[shift, size, place], half = found
-                        told[name] = found[0], half
-                widest = MAX_HALF_WIDTH if record.task == "classes" else MAX_RELATIVE_HALF_WIDTH * abs(record.score)
-                name = choose(told, record.higher_is_better, every[UNTOUCHED].least, widest)
+                        value, difficulties[shift, size, place], half = found
+                        estimates[shift, size, place] = from_scale(record.task, value)
+                        told[name] = value, half
+                name = choose(told, record.higher_is_better, every[UNTOUCHED].least, WIDEST[record.task])
                 best = record.index(name) if told else 0
                 chosen[shift, size] = best
                 for table in (estimates, difficulties):
@@ -766,16 +808,12 @@ class Estimator:
             for name, one in told.items()
             if name == UNTOUCHED
             or (name not in strict and self._is_overwhelming(one[0], told.get(UNTOUCHED), readings[UNTOUCHED]))
-            or (
-                (name not in strict or one[1] <= self._widest(one[0]))
-                and not self.find_doubts(name, readings[name], samples)
-            )
+            or ((name not in strict or one[1] <= self._widest) and not self.find_doubts(name, readings[name], samples))
         }
         least = Cells.of(self.record, UNTOUCHED, -1).least
         once_chosen = {name: self._describe_choice(name, readings[name], samples) for name in held}
         references = self._find_references(held, readings, samples) if UNTOUCHED in held else None
-        widest = self._widest(self.record.score)
-        return choose(held, self.record.higher_is_better, least, widest, once_chosen, references)
+        return choose(held, self.record.higher_is_better, least, self._widest, once_chosen, references)
 
     def _find_references(
         self, told: Mapping[str, tuple[float, float]], readings: Mapping[str, Mapping[str, float]], samples: int
@@ -786,9 +824,10 @@ class Estimator:
         """
         own, found, sign = told[UNTOUCHED], {}, 1.0 if self.record.higher_is_better else -1.0
         for name, (value, half) in told.items():
-            bound = self._bound_by_agreement(name, readings[UNTOUCHED], samples, (value - half, value, value + half))
+            ends = self._place_ends(value, half)
+            bound = self._bound_by_agreement(name, readings[UNTOUCHED], samples, ends)
             if bound is not None:
-                low, before, high = bound
+                low, before, high = (float(to_scale(self.record.task, one)) for one in bound)
                 around = max(high - before, before - low)
                 if around < own[1]:
                     # Agreement may tell too little, so that its own estimate has to be beaten as well.
@@ -855,8 +894,9 @@ class Estimator:
 
     def _fit_width_of_auto(self, size: int) -> Width | None:
         record, cells = self.record, Cells.of(self.record, UNTOUCHED, size)
-        values, difficulties = (one[:, size, -1].double().numpy() for one in (record.estimates, record.scales))
+        estimates, difficulties = (one[:, size, -1].double().numpy() for one in (record.estimates, record.scales))
         scores = record.chosen_scores()[:, size].double().numpy()
+        values, scores = (to_scale(record.task, one) for one in (estimates, scores))
         families = [shift.family for shift in record.shifts]
         return fit_width({max(MAP_COUNTS): (values, difficulties)}, scores, families, cells.least, cells.unit)
 
@@ -892,15 +932,35 @@ class Estimator:
         if by_distance is None and distance > UNREHEARSED_DISTANCE:
             found.append("too few sites with other class shares could be foreseen at home")
         half = math.hypot(width, chance, (by_distance or 0.0) * distance)
-        low: float | None = max(0.0, told.value - half)
-        high: float | None = told.value + half if self.record.task == "quantities" else min(1.0, told.value + half)
-        if not found and half > self._widest(told.value):
-            found.append(TOO_MUCH_OPEN)
+        low, value, high = self._place_ends(told.value, half)
         if not is_claimed:
-            low = high = None
+            reasons = [*found, TOO_MUCH_OPEN] if not found and half > self._widest else found
+            if reasons:
+                return Estimate(None, None, None, self.record.metric, tuple(reasons), (value, None, None))
+            return Estimate(value, None, None, self.record.metric)
         if found:
-            return Estimate(None, None, None, self.record.metric, tuple(found), (told.value, low, high))
-        return Estimate(told.value, low, high, self.record.metric)
+            return Estimate(None, None, None, self.record.metric, tuple(found), (value, low, high))
+        return self._tell(low, value, high)
+
+    def _place_ends(self, value: float, half: float) -> tuple[float, float, float]:
+        """Return lower end, value and upper end of an interval, as scores, from the scale of the maps."""
+        task = self.record.task
+        low, middle, high = (float(from_scale(task, one)) for one in (value - half, value, value + half))
+        return (max(0.0, low), middle, min(1.0, high)) if task == "classes" else (low, middle, high)
+
+    def _measure_half(self, low: float, value: float, high: float) -> float:
+        """Return the larger half of an interval of scores, on the scale of the maps."""
+        ends = [float(to_scale(self.record.task, one)) for one in (low, value, high)]
+        return max(ends[1] - ends[0], ends[2] - ends[1])
+
+    def _tell(self, low: float, value: float, high: float, reason: str = TOO_MUCH_OPEN) -> Estimate:
+        """Tell a score with its interval; the interval alone if it is wide; only the reason if it is very wide."""
+        half, metric, task = self._measure_half(low, value, high), self.record.metric, self.record.task
+        if half <= WIDEST[task]:
+            return Estimate(value, low, high, metric)
+        shown = half <= WIDEST_RANGE[task]
+        ends = (low, high) if shown else (None, None)
+        return Estimate(None, ends[0], ends[1], metric, (reason,), (value, low, high))
 
     def estimate_before(
         self,
@@ -935,16 +995,15 @@ class Estimator:
         bound = self._bound_by_agreement(candidate, signals, samples, ends, distance=distance)
         if bound is None:
             return own
-        low, value, high = bound
+        low, value, high = (float(to_scale(self.record.task, one)) for one in bound)
         chance = NORMAL_QUANTILE * self._sampling_error(value, samples)
-        low, high = max(0.0, value - math.hypot(value - low, chance)), value + math.hypot(high - value, chance)
-        if self.record.task == "classes":
-            high = min(1.0, high)
-        if max(high - value, value - low) > self._widest(value):
+        lower, upper = math.hypot(value - low, chance), math.hypot(high - value, chance)
+        told = self._tell(self._place_ends(value, lower)[0], bound[1], self._place_ends(value, upper)[2])
+        if told.low is None or told.high is None:
             return own
-        if own.low is not None and own.high is not None and own.high - own.low <= high - low:
+        if own.low is not None and own.high is not None and own.high - own.low <= told.high - told.low:
             return own
-        return Estimate(value, low, high, self.record.metric)
+        return told
 
     def _bound_by_agreement(
         self,
@@ -1055,16 +1114,18 @@ class Estimator:
             return None
         width, _ = self.find_width(candidate, signals, samples, told.difficulty)
         half = math.hypot(width, NORMAL_QUANTILE * self._sampling_error(told.value, samples))
-        if half > self._widest(told.value):
+        if half > self._widest:
             return None
-        return math.sqrt(max(0.0, (told.value - score) ** 2 - half**2)) / distance
+        error = told.value - float(to_scale(self.record.task, score))
+        return math.sqrt(max(0.0, error**2 - half**2)) / distance
 
-    def _widest(self, value: float) -> float:
-        """Return the largest useful half-width for an estimate."""
-        return MAX_HALF_WIDTH if self.record.task == "classes" else MAX_RELATIVE_HALF_WIDTH * abs(value)
+    @property
+    def _widest(self) -> float:
+        """Largest half-width of an interval whose value is told, on the scale of the maps."""
+        return WIDEST[self.record.task]
 
     def _sampling_error(self, value: float, samples: int) -> float:
-        """Return the standard error of a score, from the numbers of samples at the site and at home.
+        """Return the standard error of a score, on the scale of the maps, from the samples at the site and at home.
 
         Where home samples come in groups, those of the site are assumed to come in groups of the same size.
         """
@@ -1073,27 +1134,47 @@ class Estimator:
             share = min(max(value, 0.0), 1.0)
             return math.sqrt(max(share * (1 - share), 1e-6) * both)
         # The variance of a mean square depends on a few large squared errors; taking the root halves the relative
-        # error.
-        return abs(value) * math.sqrt(both * (self.record.error_kurtosis - 1) / 4)
+        # error, and the relative error is that of the logarithm.
+        return math.sqrt(both * (self.record.error_kurtosis - 1) / 4)
 
     def estimate_at_home(self, samples: int) -> Estimate:
         """Return the score at home as the estimate for data that look like home data.
 
-        The interval covers sampling noise, and the largest loss of a shift that the confidence would not reveal with
-        this number of samples.
+        The interval covers sampling noise, and the largest loss of a rehearsed device that this number of samples would
+        not reveal.
         """
-        record, score = self.record, self.record.score
+        record = self.record
+        score = float(to_scale(record.task, record.score))
+        chance = NORMAL_QUANTILE * self._sampling_error(score, samples)
         unnoticed = HOME_DEVIATIONS * self._describe_home("confidence", samples)[1]
-        if not math.isfinite(unnoticed):
-            unnoticed = self._widest(score) / 4
-        half = math.hypot(NORMAL_QUANTILE * self._sampling_error(score, samples), unnoticed)
-        low, high = max(0.0, score - half), score + half
-        if record.task == "classes":
-            high = min(1.0, high)
-        if half > self._widest(score):
-            reason = f"there are too few samples ({samples})"
-            return Estimate(None, None, None, record.metric, (reason,), (score, low, high))
-        return Estimate(score, low, high, record.metric)
+        either = math.hypot(chance, unnoticed) if math.isfinite(unnoticed) else chance
+        worse = max(either, math.hypot(chance, self._measure_unnoticed_loss(samples)))
+        below, above = (worse, either) if record.higher_is_better else (either, worse)
+        ends = self._place_ends(score, below)[0], self._place_ends(score, above)[2]
+        return self._tell(ends[0], record.score, ends[1], f"a change could go unnoticed among {samples:,} samples")
+
+    def _measure_unnoticed_loss(self, samples: int) -> float:
+        """Return the largest loss of the untouched model that `is_at_home` would not notice, on the scale of the maps.
+
+        Rehearsed devices are ordered by how far their most conspicuous signal is from home. Between those that pass for
+        home and the next one, the loss is interpolated.
+        """
+        loss = 0.0
+        for size, weight in weigh_sizes(self.record.sizes, samples):
+            cells = Cells.of(self.record, UNTOUCHED, size)
+            seen = np.zeros(len(cells.scores))
+            for place, name in enumerate(cells.names):
+                deviation = self._describe_home(name, samples)[1]
+                if name == "transported confidence" or not math.isfinite(deviation):
+                    continue
+                beyond = cells.signals[:, place] - self.record.home_level(name, self.record.sizes[size])
+                beyond = beyond if name in DIVERGING else np.abs(beyond)
+                seen = np.maximum(seen, beyond / (deviation + 1e-6))
+            order = np.argsort(seen)
+            worse = cells.home - cells.scores if self.record.higher_is_better else cells.scores - cells.home
+            largest = np.maximum.accumulate(np.maximum(worse, 0.0)[order])
+            loss += weight * float(np.interp(HOME_DEVIATIONS, [0.0, *seen[order]], [0.0, *largest]))
+        return loss
 
     def measure_hidden_loss(self, divergence: float, samples: int) -> float:
         """Return the largest loss of the untouched model that a device of a small divergence had at home.
@@ -1137,12 +1218,9 @@ class Estimator:
         chance = NORMAL_QUANTILE * math.sqrt(record.design_effect * variance)
         half = math.hypot(chance, unknown, max(AS_CERTAIN, hidden))
         low, high = max(0.0, score - half), min(1.0, score + math.hypot(chance, unknown, AS_CERTAIN))
-        reasons = list(shares.reasons)
-        if not reasons and half > self._widest(score):
-            reasons.append(f"there are too few samples ({shares.samples})")
-        if reasons:
-            return Estimate(None, None, None, record.metric, tuple(reasons), (score, low, high))
-        return Estimate(score, low, high, record.metric)
+        if shares.reasons:
+            return Estimate(None, None, None, record.metric, tuple(shares.reasons), (score, low, high))
+        return self._tell(low, score, high, f"there are too few samples ({shares.samples})")
 
     def is_at_home(self, signals: Mapping[str, float], samples: int, *, grouped: bool = False) -> bool:
         """Return whether the untouched model's signals look like those of unshifted home data of the same size.
