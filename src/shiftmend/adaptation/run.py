@@ -400,7 +400,11 @@ def _begin_manifest(
     stages: list[Stage],
     summary: Summary,
 ) -> dict[str, Any]:
-    """Build the part of the manifest that is known before training."""
+    """Build the entries of an adaptation's manifest that are known before training.
+
+    Wait for the digest of the target data. `_finish` adds the results, and updates the stages and the origin of the
+    learning rate.
+    """
     feed, profile = task.feed, task.profile
     reduced = settings.autocast if isinstance(settings.autocast, bool) else str(settings.precision)
     return {

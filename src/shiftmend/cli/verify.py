@@ -368,11 +368,11 @@ def scores_json(scores: Any) -> dict[str, Any]:
     """Convert scores to a dict for `--json`.
 
     Args:
-        scores: Scores of a classifier or a regression.
+        scores: `Scores` or `RegressionScores`.
 
     Returns:
-        The scores by name, without the reliability bins and empty entries. For several quantities, `quantities` lists
-        such a dict for each.
+        The scores by field name, without `reliability` and empty tuples; None is kept. For several quantities, the
+        entry `quantities` is a list with one such dict for each.
     """
     found = {name: value for name, value in vars(scores).items() if name != "reliability" and value != ()}
     return found | ({"quantities": [scores_json(one) for one in scores.quantities]} if "quantities" in found else {})

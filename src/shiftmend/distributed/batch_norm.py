@@ -51,7 +51,7 @@ def _synchronised_forward(module: _BatchNorm, own: Callable[..., Any] | None) ->
 
 
 class _ReplaceBatchNorm(TorchFunctionMode):
-    """A torch function mode that replaces `functional.batch_norm` by the synchronised version."""
+    """Torch function mode that replaces `functional.batch_norm` with `_batch_norm`, which synchronises processes."""
 
     def __torch_function__(
         self,

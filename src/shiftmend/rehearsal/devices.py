@@ -201,12 +201,12 @@ def darken(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome)
 
 
 def gamma(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Darken the middle tones: exponent 1 to 10."""
+    """Darken the middle tones: raise values in 0..1 to the power `10 ** strength`, from 1 to 10."""
     return unit ** math.pow(10, strength)
 
 
 def inverse_gamma(unit: Tensor, strength: float, rng: torch.Generator, home: ImageHome) -> Tensor:
-    """Brighten the middle tones: exponent 1 to 1/10."""
+    """Brighten the middle tones: raise values in 0..1 to the power `10 ** -strength`, from 1 to 1/10."""
     return unit ** math.pow(10, -strength)
 
 

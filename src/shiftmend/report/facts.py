@@ -223,7 +223,7 @@ class Mending:
 
 @dataclass(frozen=True)
 class Facts:
-    """All facts on the page. Equal facts give a bitwise equal page."""
+    """Content of a report, gathered by `gather`. The same content always gives the same bytes of HTML."""
 
     title: str
     samples: int
@@ -232,6 +232,7 @@ class Facts:
     after: Verification | None
     """Verification of the mended model; None if there is no mended model."""
     slices: int
+    """Number of slices that verification compares."""
     samples_needed: int | None
     """Number of target samples at which no verdict is undecided; None if the source had too few samples."""
     cautions: tuple[str, ...]
@@ -244,6 +245,7 @@ class Facts:
     home: Home
     mending: Mending | None
     original: str | None
+    """Name of the file with the original weights."""
     estimates: Estimates | None = None
     """Estimated scores on these inputs; None if nothing was rehearsed."""
     rehearsal: Rehearsal | None = None

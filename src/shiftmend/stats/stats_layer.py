@@ -224,7 +224,7 @@ class StatsLayer(nn.Module):
         return {**super().__getstate__(), "_last": None}
 
     def extra_repr(self) -> str:
-        """Describe the layer as part of the network's `repr`."""
+        """Return the units, bins and mode of the layer, as shown in its `repr`."""
         return f"units={self.low.shape[0]}, bins={self.bins.count}, layout={self.bins.layout}, mode={self.mode}"
 
 

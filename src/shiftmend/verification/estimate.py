@@ -483,17 +483,17 @@ def fit_width(
 
 
 def cross_fit(record: Rehearsal, estimator: Estimator | None = None) -> Rehearsal:
-    """Fill in what would have been estimated for each rehearsed shift without its whole family.
+    """Estimate the score of each rehearsed shift as if its family had not been rehearsed.
 
-    Ranking, fitting and the choice among candidates are repeated without the family, so the errors are those on unseen
-    shifts.
+    The maps from signals to scores are ranked and fitted on the other families. The best candidate is chosen as `auto`
+    would choose it. So `estimates - scores` approximates the error on a new kind of shift.
 
     Args:
-        record: A rehearsal with scores and signals.
-        estimator: An estimator of that record, which then keeps what was fitted.
+        record: A rehearsal with scores and signals. It is not changed.
+        estimator: An estimator of `record`, which stores the fitted maps for later use. A new one by default.
 
     Returns:
-        A new record with `estimates`, `scales` (the difficulties) and `chosen`.
+        A copy of `record` with new `estimates`, `scales` (the difficulties) and `chosen`. Missing estimates are NaN.
     """
     estimator = Estimator(record) if estimator is None else estimator
     shape = (len(record.shifts), len(record.sizes), len(record.candidates) + 1)

@@ -197,7 +197,8 @@ class Judge:
     good: int
     bad: int
     area: float | None = None
-    """Area under the ROC curve: the probability that a good cell has the better signal; ties count one half."""
+    """Area under the ROC curve: the probability that a good cell has the better signal; ties count one half. None for a
+    pair of signals."""
     threshold: float | None = None
     """Threshold of the signal with the best balanced accuracy; the strictest of several. NaN accepts nothing."""
     balanced: float | None = None
@@ -266,7 +267,19 @@ def judge(signal: str, values: Sequence[float], good: Sequence[bool], shifts: Se
 def judge_together(
     first: Sequence[float], second: Sequence[float], good: Sequence[bool], shifts: Sequence[str]
 ) -> Judge:
-    """Test both signals of `TOGETHER` over cells; a cell is accepted if both accept it."""
+    """Test how well the two signals of `TOGETHER` separate good cells from bad ones.
+
+    A cell is accepted if neither signal exceeds its threshold. NaN, from a diverged run, is never accepted.
+
+    Args:
+        first: First signal of each cell.
+        second: Second signal of each cell.
+        good: True for good cells.
+        shifts: Shift of each cell. Each shift is also judged by thresholds found on the others.
+
+    Returns:
+        The judge. Its `area` is None, because a pair of signals has no ranking.
+    """
     made = Judge(TOGETHER[0], sum(good), len(good) - sum(good))
     if not (made.good and made.bad):
         return made

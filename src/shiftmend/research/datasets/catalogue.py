@@ -58,7 +58,7 @@ class Content:
     images: int | None = None
     """Number of image files in a folder."""
     exact_count: bool = True
-    """Whether another number of images means damage, rather than another edition."""
+    """Whether another number of images or array entries is an error; otherwise it is reported as another edition."""
 
 
 @dataclass(frozen=True)
@@ -464,7 +464,10 @@ def _like_mnist(
 
 
 def _emnist_contents() -> tuple[Content, ...]:
-    """List the files of EMNIST, which have no published checksums, and of which rebuilt sets of other sizes exist."""
+    """List the files of EMNIST Balanced, without checksums, since none are published.
+
+    Rebuilt editions with other numbers of images are in use, so another number is accepted.
+    """
     contents = []
     for split, count in EMNIST_COUNTS.items():
         stem = f"EMNIST/raw/emnist-balanced-{split}"

@@ -260,7 +260,15 @@ class _Grid:
         return math.ceil(self.values.shape[1] / self.columns)
 
     def split_samples(self, rounds: int) -> tuple[int, int]:
-        """Split the samples into parts, so that each thread has several rounds; return number and size of the parts."""
+        """Choose the number of parts that the samples are split into.
+
+        Args:
+            rounds: Samples of a unit that a thread should process. A thread gets fewer if samples are few, and more
+                once the blocks fill the GPU.
+
+        Returns:
+            The number of parts, and the number of samples in each. The last part may be smaller.
+        """
         samples, threads = self.values.shape[0], self.warps * WARP_SIZE // self.columns
         resident = multiprocessors(self.values.device) * WARPS_RESIDENT // self.warps
         count = max(1, min(math.ceil(samples / (rounds * threads)), resident // self.blocks))
