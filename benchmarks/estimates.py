@@ -635,7 +635,7 @@ models and devices that nobody has looked at may be worse.
 {benchmarks}
 
 *Error* is the mean absolute error of the estimate after `auto`, for the targets that were told and for all, as if none
-had been withheld. *Held* is the share of 90 % intervals that hold the truth. *Half-width* is the median. *Far off*
+had been withheld. *Held* is the share of 90 % intervals that contain the truth. *Half-width* is the median. *Far off*
 counts estimates that are off by more than 10 points. *Error before* is that of the untouched model; it is
 told from its own maps or from its agreement with the returned model.
 
@@ -643,7 +643,7 @@ Half-widths on EMNIST-DA miss their aim though errors are small and all interval
 interval of 90 % must reach as far as the largest of their errors at home, and ruined shifts such as strong compression
 have errors of 6 to 17 points. `python benchmarks/interval_widths.py` judges other ways on these cells. Errors that may
 grow faster with the difficulty do not change EMNIST-DA. Taking errors as normal narrows it to 3.4. Both together give
-3.3 and hold the truth in 91 % on CIFAR-10-C, but tell one digits target less, promise nothing where errors have heavy
+3.3 and contain the truth in 91 % on CIFAR-10-C, but tell one digits target less, promise nothing where errors have heavy
 tails, and were picked among six ways on these very cells. Even without the worst family it is 2.8. So intervals
 stay as they are. More families of simulated shifts would narrow them, and rehearsing would take longer.
 
@@ -675,7 +675,7 @@ drawn 20 times, and each is scored on 2,000 others, or as many as there are.
 
 ## Families
 
-Intervals that hold the truth, by family of the test shift, all benchmarks together, with the binomial error: of the
+Intervals that contain the truth, by family of the test shift, all benchmarks together, with the binomial error: of the
 targets that were told, and of all as if none had been withheld.
 
 {families}
@@ -822,7 +822,7 @@ def _tabulate_families(judged: Sequence[Row]) -> list[str]:
 
 
 def _write_share(rows: Sequence[Row]) -> str:
-    """Write the share of intervals that hold the truth, with its binomial error; one of 0 or 1 has some, too."""
+    """Write the share of intervals that contain the truth, with its binomial error; one of 0 or 1 has some, too."""
     count = sum(row["after"]["low"] is not None and math.isfinite(row["after"]["low"]) for row in rows)
     share = Summary.of(rows).held / 100
     if not count:

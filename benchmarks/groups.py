@@ -1,4 +1,4 @@
-"""How often do intervals hold the truth where samples come in groups, with `groups=` and without?
+"""How often do intervals contain the truth where samples come in groups, with `groups=` and without?
 
     python benchmarks/groups.py [--seeds 0 1 2 3] [--out results/groups.json]
 
@@ -77,8 +77,8 @@ def measure(model: nn.Module, profile: shiftmend.Profile, seed: int, site: int) 
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> None:
-    """Print how often something was told, how wide intervals are, and how often they hold the truth."""
-    print("                            told   half-width   error   hold the truth   changed something   largest loss")
+    """Print how often something was told, how wide intervals are, and how often they contain the truth."""
+    print("                            told   half-width   error   contain the truth   changed something   largest loss")
     for grouped in (False, True):
         for where, odd in (("same device", 0), ("other device", 1)):
             own = [row for row in rows if row["grouped"] == grouped and row["site"] % 2 == odd]

@@ -730,7 +730,7 @@ def judge_weights(rows: Sequence[Row], data: str) -> Iterator[str]:
 
 
 def judge_estimates(rows: Sequence[Row], data: str) -> Iterator[str]:
-    """Say how many numbers were told, how far off they were, and how many intervals held the truth."""
+    """Say how many numbers were told, how far off they were, and how many intervals contained the truth."""
     own = [row for row in rows if row["data"] == data and row["part"] == "auto"]
     if not own:
         return
@@ -748,7 +748,7 @@ def judge_estimates(rows: Sequence[Row], data: str) -> Iterator[str]:
             ]
             unit = "% of the error" if relative else "points of accuracy"
             line += f"; off by {100 * fmean(errors):.1f} {unit} on average; "
-            line += f"{sum(held)} of {len(held)} intervals hold the truth"
+            line += f"{sum(held)} of {len(held)} intervals contain the truth"
         yield line + "."
     chosen = [name_candidate(row["chosen"]) for row in own]
     counts = ", ".join(f"{name} {chosen.count(name)}" for name in sorted(set(chosen), key=chosen.count, reverse=True))

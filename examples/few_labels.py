@@ -74,7 +74,7 @@ after = shiftmend.evaluate(result.model, (site, truth)).accuracy
 figure, axis = plt.subplots(figsize=(6, 2.4), layout="constrained")
 for row, estimate in enumerate(found.values()):
     if estimate.low is None:
-        axis.text(1, row, "cannot be told", va="center")
+        axis.text(1, row, "unknown", va="center")
         continue
     axis.plot([100 * estimate.low, 100 * estimate.high], [row, row], color="#0072b2", lw=3)
     if estimate.value is not None:

@@ -223,7 +223,7 @@ def test_without_a_rehearsal_adapt_says_so(home: Path, tmp_path: Path, capsys: p
     given = ["-d", home / "away.npz", "-p", home / "p", "-o", tmp_path, "--candidates", "adabn"]
     code, out, err = call(capsys, "adapt", *common(home), *given)
     assert code == 0
-    assert out.startswith("before and after: accuracy cannot be told: the profile was not rehearsed")
+    assert out.startswith("before and after: accuracy unknown: the profile was not rehearsed")
     assert "not rehearsed" in err
 
 
@@ -302,7 +302,7 @@ def test_a_limit_decides_the_exit_code(home: Path, mended: Path, capsys: pytest.
     between = (estimate["low"] + estimate["value"]) / 2
     for limit, code, words in (
         (f"{100 * estimate['low'] - 0.1:.3f}%", 0, "yes"),
-        (f"{between:.5f}", 4, "cannot be told"),
+        (f"{between:.5f}", 4, "unknown"),
         ("1", 3, "no"),
     ):
         ended, out, _ = call(capsys, *given, "--at-least", limit)

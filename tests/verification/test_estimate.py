@@ -261,7 +261,7 @@ def test_a_wide_interval_is_told_without_a_value_and_a_very_wide_one_not_at_all(
     assert found.withheld == (wide.value, wide.low, wide.high)
     assert (found.low, found.high) == ((wide.low, wide.high) if is_range else (None, None))
     assert found.best_guess == (wide.value if is_range else None)
-    assert ("between" if is_range else "cannot be told") in str(found)
+    assert ("between" if is_range else "unknown") in str(found)
 
 
 def test_the_range_of_an_error_is_positive_and_up_to_a_factor_of_two() -> None:
@@ -477,7 +477,7 @@ def test_a_number_that_does_not_hold_is_shown_to_nobody(noisy: Rehearsal) -> Non
     found = Estimator(noisy).estimate(UNTOUCHED, signals_of(noisy, 0), 1000, reasons=["the moon is full"])
     assert (found.value, found.low, found.high, found.reliable) == (None, None, None, False)
     assert found.withheld is not None
-    assert str(found) == "accuracy cannot be told: the moon is full"
+    assert str(found) == "accuracy unknown: the moon is full"
     facts = found.to_json()
     assert facts["value"] is None
     assert not set(facts) - {"value", "low", "high", "metric", "reliable", "reasons"}

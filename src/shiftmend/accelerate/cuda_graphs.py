@@ -238,7 +238,10 @@ class CapturedEpoch:
 
 
 def _end_capture(device: torch.device) -> None:
-    """Capture an empty graph, which takes torch's random generator out of capture mode after a failed capture."""
+    """Reset torch's random generator after a failed capture, which leaves the generator in capture mode.
+
+    A successful capture resets the generator. So this function captures a trivial graph and discards it.
+    """
     nothing = torch.zeros(1, device=device)
     torch.cuda.synchronize(device)
     _record(lambda: nothing.add_(1), device, 0)

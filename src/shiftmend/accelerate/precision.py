@@ -73,7 +73,16 @@ def nothing_cached() -> Iterator[None]:
 
 
 class _UseCopies(TorchFunctionMode):
-    """A mode that passes the copy of a weight to calls for which autocast would cast the weight."""
+    """A mode in which linear and convolution functions get copies of weights and biases that are cast already.
+
+    The parameter itself is used where autocast is off or casts to another type, and if it has changed since it was
+    copied.
+
+    Args:
+        copies: For each parameter, its copy in `dtype`, and its version (`_version`) when it was copied.
+        device_type: Type of the device whose autocast setting counts.
+        dtype: Type of the copies.
+    """
 
     def __init__(self, copies: Mapping[Tensor, tuple[Tensor, int]], device_type: str, dtype: torch.dtype) -> None:
         super().__init__()

@@ -420,7 +420,14 @@ class Stream:
         return judge(float(every.divergence(home)), None, sum(inputs for _, inputs in seen), self.profile)
 
     def _read_window(self) -> tuple[Reading, Reading] | None:
-        """Return the signals of the untouched and of the adapted model over the outputs in the window."""
+        """Read the last `window` batches: what the untouched model predicts for them, and what the stream returned.
+
+        The model changes from batch to batch, so the second reading is not that of the present model.
+
+        Returns:
+            Both readings, over fewer batches at the start of a stream. None without a profile or a batch, and for
+            streams that do not keep outputs to compare.
+        """
         with self._lock:
             window = list(self._window)
         if not window or self._home is None:

@@ -123,7 +123,7 @@ def verify(
     else:
         say("\n".join(_describe(found)))
         if limit is not None:
-            say(f"{limit.name} {limit.text}: {'cannot be told' if answer == 'unknown' else answer}")
+            say(f"{limit.name} {limit.text}: {answer}")
     if answer is not None:
         raise typer.Exit(EXIT_CODES[answer])
 

@@ -75,7 +75,7 @@ EXPLANATION = """\
    At home there are labels, so it learns which label-free signs go with which accuracy.
    What it learns is stored in the profile, and no digit is.
    A site reads the same signs, without labels: the estimate is the accuracy that they went with at home.
-   Nine of ten intervals should hold the truth, if the site is like what was rehearsed; else there is no number."""
+   Nine of ten intervals should contain the truth, if the site is like what was rehearsed; else there is no number."""
 
 
 @dataclass(frozen=True)
@@ -353,7 +353,7 @@ def _print_report(report: Report, say: Callable[..., None]) -> None:
 def _write(estimate: Estimate) -> str:
     if estimate.is_range:
         return str(estimate).removeprefix(f"{estimate.metric} ").partition(":")[0]
-    return "cannot be told" if estimate.value is None else str(estimate).removeprefix(f"{estimate.metric} about ")
+    return "unknown" if estimate.value is None else str(estimate).removeprefix(f"{estimate.metric} about ")
 
 
 def describe(row: Row) -> list[str]:
@@ -371,8 +371,8 @@ def describe(row: Row) -> list[str]:
         told = {"as it came ": (row.estimated_before, row.true_before), "after mending ": told[""]}
     for when, (estimate, truth) in told.items():
         if reasons := dict.fromkeys(explain_reason(reason) for reason in estimate.reasons):
-            exactly = "exactly" if estimate.is_range else ""
-            said.append(f"The accuracy {when}cannot be told {exactly}".rstrip() + f": {'; '.join(reasons)}.")
+            known = "not known exactly" if estimate.is_range else "unknown"
+            said.append(f"The accuracy {when}is {known}: {'; '.join(reasons)}.")
         if _misses(estimate, truth):
             said.append(f"The interval {when}misses the truth.")
     if not row.estimated_after.reliable:

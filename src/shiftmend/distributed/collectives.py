@@ -42,10 +42,12 @@ _depth = 0
 
 @contextmanager
 def all_processes() -> Iterator[None]:
-    """Make the processes work as one inside the block, which all of them must enter.
+    """Turn on the collectives of this module inside the block, so that all processes adapt as one.
 
-    Outside the block each process works alone, so the first process may evaluate a model without the others. The state
-    is a plain global rather than a context variable, because the backward pass on CUDA runs in other threads.
+    Every process must enter the block, or the others hang in their first collective. Entering does not synchronise.
+    Blocks may be nested. Outside, collectives return their inputs, so a process may evaluate a model alone.
+
+    The depth of nesting is a global, not a context variable, because CUDA's backward pass runs in other threads.
     """
     global _depth
     _depth += 1
@@ -174,10 +176,18 @@ def reduce_range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reduce_moments(count: int, mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute count, mean `[D]` and sum of squared deviations `[D]` over processes, in float64.
+    """Merge the count, the mean and the sum of squared deviations of all processes, each of which must call this.
 
-    Moments are merged in the order of ranks, so that all processes get bitwise equal results. Merging deviations
-    instead of sums of squares keeps digits if the mean is large.
+    Moments are merged in the order of ranks, so all processes get bitwise equal results. Deviations are merged instead
+    of sums of squares, which lose digits if the mean is large. There is no gradient.
+
+    Args:
+        count: Number of samples in this process.
+        mean: Their mean, `[D]`.
+        squares: Sum of their squared deviations from `mean`, `[D]`.
+
+    Returns:
+        Count (a scalar tensor), mean and sum of squared deviations over all processes, in float64.
     """
     units = len(mean)
     wide = torch.float64

@@ -68,9 +68,15 @@ def check_place(path: Path) -> None:
 
 @contextmanager
 def lock(path: Path) -> Iterator[bool]:
-    """Hold the lock of a checkpoint; yield False if another run has it.
+    """Try to lock a checkpoint inside the block, without waiting.
 
-    Partly written files of a killed process are deleted.
+    Partly written files that killed processes left beside the checkpoint are deleted, even without the lock.
+
+    Yields: True if this process holds the lock, or if the system has no locks. False if another process holds the lock.
+
+    Raises:
+        AdaptationError: If a checkpoint cannot be written to this path.
+        DataError: If the lock file cannot be opened.
     """
     check_place(path)
     target = _resolve(path)

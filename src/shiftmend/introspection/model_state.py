@@ -53,9 +53,10 @@ def find_owners(model: nn.Module) -> list[str]:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters and buffers by name, detached, except sparse buffers, which training does not change.
+    """Return the parameters and buffers of a model by name, detached but not copied.
 
-    A tensor that two modules share appears under both names.
+    Sparse tensors and tensors on `meta` are left out. A tensor that two modules share appears under both names; a
+    module that is registered twice appears under its first name only.
     """
     return {
         name: tensor.detach()

@@ -49,14 +49,15 @@ def _nearest(points: Tensor, weights: Tensor, allowed: Tensor) -> Tensor:
 class SHOT(Prediction):
     """Information maximisation plus `weight` times the cross-entropy to centroid pseudo-labels.
 
-    Pseudo-labels are computed before each epoch in eval mode, and each batch uses those of its own samples (the
-    reference implementation mixes up those of MNIST). Everything except the head is trained, including the BatchNorm
-    before it.
+    Pseudo-labels are computed in eval mode before each epoch (see `centroid_labels`). All parameters except the head's
+    are trained, including those of a BatchNorm in front of the head. The model needs at least two outputs.
 
-    As in the reference implementation, the learning rate is constant, without Nesterov momentum or weight decay, and
-    the weight is 0.1. The original SHOT uses 0.1 for digits and 0.3 for photographs, and a decaying rate. It also
-    requires a source model that was trained with label smoothing 0.1 and a weight-normalised head; here any model
-    works.
+    Defaults follow the code of the BUFR paper: a constant learning rate, momentum without Nesterov, no weight decay,
+    `weight` 0.1. There is one difference: the paper's code assigns pseudo-labels to the wrong images on MNIST-C and
+    MNIST-M.
+
+    The original SHOT decays the learning rate, and sets `weight` to 0.1 for digits and 0.3 for photographs. It also
+    requires a source model with a weight-normalised head, trained with label smoothing 0.1. Here any classifier works.
     """
 
     name: ClassVar[str] = "shot"

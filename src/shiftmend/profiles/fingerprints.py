@@ -288,7 +288,7 @@ class TreeSummary:
         return tuple(f"{name} {_as_list(part.sizes)}" for name, part in self.parts.items())
 
     def describe(self) -> str:
-        """Describe name, shape, type and range of each input in one line."""
+        """Describe the inputs in one line: name, shape without the batch axis, dtype, and range of values of each."""
         return ", ".join(f"{name} {part.describe()}" for name, part in self.parts.items())
 
     def differences(self, target: Summary) -> list[str]:

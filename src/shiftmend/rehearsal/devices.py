@@ -436,7 +436,10 @@ def hum(signals: Tensor, strength: float, rng: torch.Generator, home: SignalHome
 
 
 def drop_out(signals: Tensor, strength: float, rng: torch.Generator, home: SignalHome) -> Tensor:
-    """Replace up to 80 % of the twentieths of each signal, redrawn for each sample, by the channel's mean at home."""
+    """Set random twentieths of each signal to the channel's mean, each with a probability of up to 80 %.
+
+    The twentieths are drawn anew for each sample and are the same in all channels. `strength` scales the probability.
+    """
     lost = torch.rand(len(signals), 1, 20, generator=rng, device=signals.device) < 0.8 * strength
     length = signals.shape[-1]
     return signals.masked_fill(lost[..., torch.arange(length, device=signals.device) * 20 // length], 0.0)

@@ -109,16 +109,18 @@ def draw_places(labels: Tensor, shares: NDArray[np.float64], size: int, rng: np.
 
 
 def plan_sites(labels: Tensor, record: Rehearsal, mendable: Sequence[bool], seed: int) -> list[PlannedSite]:
-    """Choose the sites of a rehearsal.
+    """Choose the sites of a rehearsal: samples drawn from home, and the simulated device that they are measured with.
 
     Args:
         labels: Class of each sample at home, `[N]`.
-        record: The record of home, with its shifts.
-        mendable: Whether each simulated shift can be mended, in the order of the record; the first is no shift.
-        seed: Decides draws.
+        record: The rehearsal, of which class shares and simulated shifts are read.
+        mendable: Whether adapting can make up for each shift of `record.shifts`. The first stands for no shift.
+        seed: Seed of the draws.
 
     Returns:
-        Draws of home itself, label shifts alone, and label shifts behind devices of different families.
+        First `HOME_DRAWS` draws without a shift, then `LABEL_SHIFTS` draws of other class shares. At most `MAX_MIXED`
+        sites of other class shares with a simulated device follow. Mendable devices come first, and among them one of
+        each family. A site has at most half of the samples; sites of fewer than `MIN_SITE_SAMPLES` are left out.
     """
     home, half = record.label_shares.numpy(), len(labels) // 2
     every = list(range(1, len(record.shifts)))

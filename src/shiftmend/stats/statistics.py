@@ -63,14 +63,17 @@ class Statistic(Protocol):
 
     @classmethod
     def mix(cls, parts: Sequence[Self], times: Sequence[float]) -> Self:
-        """Combine statistics of several sets of samples into the statistic of their union.
+        """Combine statistics of several sets of samples into the statistic of all samples together.
 
         Args:
-            parts: A statistic of each set.
-            times: Weight of each sample of a set, one number above 0 per set. A 2 counts each sample twice.
+            parts: One statistic per set, all with the same bins, directions or units.
+            times: How often each sample of a set counts: one number above 0 per set, not necessarily an integer.
 
         Returns:
-            The statistic of the weighted samples, with their number rounded.
+            The combined statistic. Its `samples` is the weighted number of samples, rounded.
+
+        Raises:
+            ProfileError: If the statistics do not fit together.
         """
         ...
 

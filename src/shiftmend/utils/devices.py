@@ -80,10 +80,12 @@ def preferred_memory_format(device: torch.device) -> torch.memory_format:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Return memory that PyTorch caches on a GPU to the driver, unless other threads of the process use the GPU.
+    """Give cached GPU memory that PyTorch does not use back to the driver.
 
-    The memory of a CUDA graph that was freed stays cached until the process runs out of memory, so that other processes
-    on the GPU would run out first. Fifteen adaptations of a ResNet-18 in one process had cached 120 GB.
+    Nothing happens if `device` is not a CUDA device, or if this thread shares the GPU with others by `share_gpu`.
+
+    PyTorch keeps the memory of a freed CUDA graph until its own process runs out of memory. Other processes on the GPU
+    may run out earlier. Fifteen adaptations of a ResNet-18 in one process had cached 120 GB.
     """
     if device.type == "cuda" and not is_sharing_gpu():
         torch.cuda.empty_cache()

@@ -39,7 +39,10 @@ def open_console(**options: Any) -> Console:
     from rich.segment import Segment
 
     class Neutral:
-        """A renderable without the control characters in its texts."""
+        """A wrapper of a renderable that shows control characters in the text as escapes, as `neutralise` does.
+
+        Control codes that rich itself emits, such as those that move the cursor, stay as they are.
+        """
 
         def __init__(self, inner: ConsoleRenderable) -> None:
             self.inner = inner

@@ -177,7 +177,7 @@ class Estimate:
             percent = " %" if self.task == "classes" else ""
             if ends:
                 return f"{self.metric} between {low} and {high}{percent}: {reasons}"
-            return f"{self.metric} cannot be told: {reasons}"
+            return f"{self.metric} unknown: {reasons}"
         return f"{self.metric} about {format_score(self.value, self.task)}" + (f" ({low} to {high})" if ends else "")
 
     def with_labels(self, correct: int, samples: int) -> Estimate:
@@ -930,7 +930,7 @@ class Estimator:
         chance = NORMAL_QUANTILE * self._sampling_error(told.value, samples)
         by_distance = self.record.find_share_error(candidate)
         if by_distance is None and distance > UNREHEARSED_DISTANCE:
-            found.append("too few sites with other class shares could be foreseen at home")
+            found.append("too few rehearsed sites with other class shares got an estimate")
         half = math.hypot(width, chance, (by_distance or 0.0) * distance)
         low, value, high = self._place_ends(told.value, half)
         if not is_claimed:

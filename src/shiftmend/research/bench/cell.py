@@ -204,7 +204,23 @@ def _run_offline(given: CellInputs, result: Result, rates: Sequence[float], tick
 
 
 def _run_rehearsed(given: CellInputs, result: Result, test: Images) -> Result:
-    """Adapt to the half that was not rehearsed with, as `adapt` does by default, and score what it returns."""
+    """Adapt to images that were not rehearsed with, by `shiftmend.adapt`, and score the adapted model on these images.
+
+    The images are the half of the target whose clean versions the rehearsal did not see. A target of its own, of
+    another length than `test`, is used as a whole. Options come from the protocol and the method; the others are the
+    defaults.
+
+    Args:
+        given: What the cell starts from.
+        result: The result to fill in.
+        test: Clean test images of the source, one half of which was rehearsed with.
+
+    Returns:
+        A filled-in copy of `result`. Its last, best and selected outcome are all that of the returned model.
+
+    Raises:
+        KeyboardInterrupt: If the user interrupted the adaptation.
+    """
     resources, protocol = given.resources, given.protocol
     target = take_site(given.target, test)
     adaptation = shiftmend.adapt(

@@ -22,10 +22,17 @@ Comparison = tuple[Entry, Entry, Entry]
 
 @dataclass(frozen=True)
 class Metric:
-    """Display settings of a quantity. `better` is None if there is no best value.
+    """Display settings of a quantity in tables.
 
-    There is no best alignment loss, because some methods optimise it, nor a best time or memory, because doing nothing
-    wins.
+    Attributes:
+        title: Name of the quantity.
+        unit: Unit of the shown values; empty if there is none.
+        scale: Factor from stored to shown values.
+        digits: Digits after the decimal point.
+        better: Which values tables mark as best; None marks none. Some methods optimise the alignment loss, and the
+            method that does nothing needs the least time and memory.
+        of_the_run: Whether the quantity is known only for the whole run or its end, not for the best or the selected
+            epoch.
     """
 
     title: str
@@ -34,7 +41,6 @@ class Metric:
     digits: int = 1
     better: Literal["highest", "lowest"] | None = "lowest"
     of_the_run: bool = False
-    """Whether the quantity is known only for the whole run or its end, not for the best or the selected epoch."""
 
 
 METRICS = {

@@ -66,10 +66,16 @@ class Recipe:
 
 
 def learning_rate_at(recipe: Recipe, step: int, steps_per_epoch: int) -> float:
-    """Compute the learning rate of a step, counted from 0 over all epochs.
+    """Compute the learning rate of a training step from the recipe's schedule.
 
-    `cosine` changes the rate after each epoch and would reach 0 after the last. `inverse` is SHOT's
-    `(1 + 10 progress)^-0.75`, changed after each step.
+    Let p be the share of training that is done, from 0 to below 1. Schedule `"cosine"` returns `learning_rate * (1 +
+    cos(pi p)) / 2`, with p counted in whole epochs. Schedule `"inverse"` returns `learning_rate * (1 + 10 p)^-0.75`,
+    with p counted in steps, as SHOT does.
+
+    Args:
+        recipe: Recipe with `schedule`, `learning_rate` and `epochs`.
+        step: Number of the step, counted from 0 over all epochs.
+        steps_per_epoch: Number of steps in an epoch.
     """
     if recipe.schedule == "cosine":
         return recipe.learning_rate * (1 + math.cos(math.pi * (step // steps_per_epoch) / recipe.epochs)) / 2

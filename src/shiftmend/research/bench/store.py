@@ -139,10 +139,18 @@ _PUT_IF_BETTER = _PUT + " AND (excluded.status = 'done' OR excluded.finished > c
 
 
 class Store:
-    """One file of results, opened by one process and thread; several processes may open it at once.
+    """A connection to an SQLite file of benchmark results.
 
-    The file is created if it is missing, but not its folder. With `read_only`, a missing file is an error, and nothing
-    is recorded. Without `check`, which reads the whole file, damage is detected only where something is read.
+    Several processes may open the same file at once. Each connection is used only by the thread that opened it.
+
+    Args:
+        path: The file. It is created if it is missing, but its folder must exist.
+        read_only: Whether to refuse to write. A missing or empty file is then an error too. What a killed process left
+            half written is still rolled back.
+        check: Whether to read the whole file to find damage. Otherwise only damage in what is read later is found.
+
+    Raises:
+        DataError: If the file cannot be used: foreign, damaged, of another version, or missing or write-protected.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False, check: bool = True) -> None:

@@ -115,7 +115,18 @@ class Rerun:
         )
 
     def adapt_at_one_rate(self, methods: Sequence[str]) -> dict[str, Adaptation]:
-        """Adapt with the same constant learning rate for all methods that have one: the benchmark's smallest."""
+        """Adapt with each method at the same constant learning rate.
+
+        The rate is the smallest that the benchmark sets for any of these methods. If the benchmark sets none, each
+        method keeps its own. The rate does not decay from block to block. Methods without a learning rate adapt as
+        usual.
+
+        Args:
+            methods: Rows of the benchmark, e.g. "fr" and "bufr".
+
+        Returns:
+            The adaptations by row.
+        """
         settings = settings_of(self.resources.benchmark, self.protocol)
         known = {name: {field.name for field in fields(METHODS[settings[name].method])} for name in methods}
         rates = [rate for name in methods if (rate := settings[name].options.get("learning_rate")) is not None]
