@@ -643,8 +643,8 @@ Half-widths on EMNIST-DA miss their aim though errors are small and all interval
 interval of 90 % must reach as far as the largest of their errors at home, and ruined shifts such as strong compression
 have errors of 6 to 17 points. `python benchmarks/interval_widths.py` judges other ways on these cells. Errors that may
 grow faster with the difficulty do not change EMNIST-DA. Taking errors as normal narrows it to 3.4. Both together give
-3.3 and contain the truth in 91 % on CIFAR-10-C, but tell one digits target less, promise nothing where errors have heavy
-tails, and were picked among six ways on these very cells. Even without the worst family it is 2.8. So intervals
+3.3 and contain the truth in 91 % on CIFAR-10-C. But they tell one digits target less, promise nothing where errors have
+heavy tails, and were picked among six ways on these very cells. Even without the worst family it is 2.8. So intervals
 stay as they are. More families of simulated shifts would narrow them, and rehearsing would take longer.
 
 ## What `auto` returns

@@ -78,11 +78,11 @@ def measure(model: nn.Module, profile: shiftmend.Profile, seed: int, site: int) 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> None:
     """Print how often something was told, how wide intervals are, and how often they contain the truth."""
-    print("                            told   half-width   error   contain the truth   changed something   largest loss")
+    print("                            told   half-width   error   contain truth   changed something   largest loss")
     for grouped in (False, True):
         for where, odd in (("same device", 0), ("other device", 1)):
             own = [row for row in rows if row["grouped"] == grouped and row["site"] % 2 == odd]
-            told = [row for row in own if row["after"][1] is not None]
+            told = [row for row in own if None not in row["after"][:2]]
             held = [row["after"][1] <= row["true_after"] <= row["after"][2] for row in told]
             halves = [50 * (row["after"][2] - row["after"][1]) for row in told]
             errors = [100 * abs(row["after"][0] - row["true_after"]) for row in told]

@@ -5,8 +5,8 @@
 For each test shift the maps are fitted without every rehearsal of its family, as in the headline of `estimates.py`.
 *conformal* is what the library does: among a dozen families, the 90 % quantile of the errors is the largest of them.
 *normal* takes the root mean square of the errors and the quantile of Student's t, as if errors were normal. *without
-the worst* drops the family with the largest error, which contains the truth in about five cases of six. About two minutes
-on one core.
+the worst* drops the family with the largest error, which contains the truth in about five cases of six. About two
+minutes on one core.
 """
 
 from __future__ import annotations

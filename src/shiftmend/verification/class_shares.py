@@ -239,6 +239,6 @@ def _find_reasons(values: Tensor, half: Tensor, other: Tensor, deviation: Tensor
     apart = float((values - other).abs().sum() / 2) - float(deviation.sum() / 2)
     if apart > DISAGREEMENT:
         reasons.append(
-            f"probabilities and answers imply different class shares ({100 * apart:.0f} % apart), as behind another device"
+            f"probabilities and answers imply different class shares ({100 * apart:.0f} % apart), as with a new device"
         )
     return tuple(reasons)
