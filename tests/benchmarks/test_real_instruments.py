@@ -46,7 +46,7 @@ def test_harm_and_a_better_matcher_are_said(data: str, better: float, worse: flo
 def test_estimates_stand_beside_the_truth() -> None:
     before, after, chosen = script.judge_estimates(rows("tablets", [4.0] * 2, [8.0] * 2, [5.0] * 2), "tablets")
     assert "1 of 2 times; off by 0.0 % of the error" in before
-    assert "off by 25.0 % of the error on average; 1 of 1 intervals hold the truth" in after
+    assert "off by 25.0 % of the error on average; 1 of 1 intervals contain the truth" in after
     assert chosen == "`auto` took: fr 2."
 
 
