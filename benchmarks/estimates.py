@@ -461,12 +461,6 @@ def judge_case(estimator: Estimator, row: Row) -> Row:
         own, distance = estimator.estimate(UNTOUCHED, signals[UNTOUCHED], samples), cells[chosen].get("distance", 0.0)
         told = estimator.estimate(chosen, signals[chosen], samples, chosen=True, distance=distance)
         agreed = estimator.estimate_before(own, told, chosen, signals[UNTOUCHED], samples, distance=distance)
-        if chosen == UNTOUCHED:
-            for name, cell in cells.items():
-                apart = cell.get("distance", 0.0)
-                other = estimator.estimate(name, signals[name], samples, distance=apart)
-                agreed = estimator.estimate_before(agreed, other, name, signals[UNTOUCHED], samples, distance=apart)
-            told = agreed
         before, after = describe_estimate(agreed), describe_estimate(told)
     truth = {name: cell["score"] for name, cell in cells.items()}
     value = after["value"] if after["told"] or after["range"] else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from rehearsed_world import CANDIDATES, Site, draw, rehearsed, trained
+from rehearsed_world import CANDIDATES, Site, draw, make_net, rehearsed, train, trained
 from torch import Tensor, nn
 
 import shiftmend
@@ -271,23 +272,21 @@ def test_mistakes_of_the_adapted_model_may_look_like_other_shares(
 
 
 @pytest.mark.slow
-def test_where_nothing_is_taken_a_candidate_still_tells_of_the_untouched_model(
+def test_where_nothing_is_taken_rejected_candidates_tell_nothing_of_the_untouched_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """With 5 % positives at home and others at the site, a rejected candidate told 88.9 % where 60.2 were true."""
     site = shifted()
     monkeypatch.setattr(Estimator, "choose", lambda *given: UNTOUCHED)
     result = adapt(site.inputs)
     assert_untouched(result)
+    assert any(one.estimate is not None and one.estimate.reliable for one in result.candidates[1:])
     own = next(one.estimate for one in result.candidates if one.name == UNTOUCHED)
     assert result.estimate is not None
-    before, after = result.estimate.before, result.estimate.after
     assert own is not None
-    assert before is not None
-    assert before == after
-    assert before.low is not None
-    assert before.high is not None
-    assert before.low <= site.accuracy(trained()[0]) <= before.high
-    assert own.low is None or own.high is None or before.high - before.low < own.high - own.low
+    both = [(one.value, one.low, one.high) for one in (result.estimate.before, result.estimate.after) if one]
+    assert len(both) == 2
+    assert both[0] == (own.value, own.low, own.high)
 
 
 @pytest.mark.slow
@@ -524,3 +523,84 @@ def test_a_certain_model_is_mended_only_if_features_come_closer_and_the_estimate
     result = adapt(shifted().inputs)
     assert (result.manifest["method"]["name"] in CANDIDATES) == closer
     assert [one.name for one in result.candidates] == [UNTOUCHED, *CANDIDATES]
+
+
+# ---- regressions
+
+
+@functools.cache
+def quantities() -> tuple[nn.Module, Any, Tensor, Tensor]:
+    """A table whose answer is a sum of columns, its rehearsed profile, and samples for sites."""
+    torch.manual_seed(3)
+    inputs = torch.randn(3600, 5) @ torch.randn(5, 8) + 0.3 * torch.randn(3600, 8)
+    truth = inputs[:, :3].sum(1, keepdim=True).tanh() + 0.3 * inputs[:, 3:4]
+    model = train(make_net(1), nn.functional.mse_loss, inputs[:800], truth[:800], steps=150)
+    profile = shiftmend.profile(model, inputs[:800], progress=False)
+    home = (inputs[800:1200], truth[800:1200])
+    options: dict[str, Any] = {"candidates": ["match-mean", "match-moments"], "site_size": 400, "progress": False}
+    return model, shiftmend.rehearse(model, home, profile, **options), inputs[1200:], truth[1200:]
+
+
+def measure_error(model: nn.Module, inputs: Tensor, truth: Tensor) -> float:
+    return float((answer(model, inputs) - truth).square().mean().sqrt())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["high answers", "low in one column", "both ends"])
+def test_a_selection_of_samples_does_not_pass_for_another_device(kind: str) -> None:
+    """Where a site had high answers only, matching raised the error from 0.11 to 1.22, and 0.14 to 0.51 were told."""
+    model, profile, inputs, truth = quantities()
+    keys = {"high answers": truth[:, 0], "low in one column": -inputs[:, 0], "both ends": truth[:, 0].abs()}
+    chosen = keys[kind].argsort(descending=True)[:400]
+    harmed = shiftmend.adapt(model, inputs[chosen], profile, "match-moments", progress=False)
+    assert any("selection" in sign for sign in harmed.harm)
+    assert harmed.estimate is not None
+    assert harmed.estimate.after is not None
+    assert harmed.estimate.after.low is None
+    result = shiftmend.adapt(model, inputs[chosen], profile, progress=False)
+    assert result.manifest["method"]["name"] == UNTOUCHED
+    assert "selection" in result.reason
+    assert "name a method" in result.reason
+    for told in (result.estimate, shiftmend.verify(model, inputs[chosen], profile, progress=False)):
+        estimate = told.after if told is result.estimate else told.estimate
+        assert estimate is not None
+        assert estimate.low is None
+        assert "selection" in str(estimate)
+    before = measure_error(model, inputs[chosen], truth[chosen])
+    if kind == "high answers":
+        assert measure_error(harmed.model, inputs[chosen], truth[chosen]) > 1.5 * before
+    assert measure_error(result.model, inputs[chosen], truth[chosen]) == pytest.approx(before, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_another_device_does_not_pass_for_a_selection_of_samples() -> None:
+    model, profile, inputs, truth = quantities()
+    generator = torch.Generator().manual_seed(0)
+    away = inputs[:400] * torch.exp(0.5 * torch.randn(8, generator=generator)) + torch.randn(8, generator=generator)
+    result = shiftmend.adapt(model, away, profile, progress=False)
+    assert result.manifest["method"]["name"] != UNTOUCHED
+    before, after = (measure_error(one, away, truth[:400]) for one in (model, result.model))
+    assert after < 0.7 * before
+
+
+@pytest.mark.slow
+def test_clusters_travel_in_the_file(tmp_path: Path) -> None:
+    _, profile, *_ = quantities()
+    profile.save(tmp_path / "p")
+    read = shiftmend.Profile.load(tmp_path / "p").rehearsal
+    assert read is not None
+    assert torch.equal(read.cluster_centres, profile.rehearsal.cluster_centres)
+    assert float(read.label_shares.sum()) == pytest.approx(1)
+    assert len(read.by_class["slices"]) == len(read.cluster_centres)
+
+
+@pytest.mark.slow
+def test_without_a_rehearsal_a_regression_in_the_range_of_home_is_left_alone() -> None:
+    model, profile, inputs, truth = quantities()
+    chosen = truth[:, 0].argsort(descending=True)[:400]
+    bare = replace(profile, rehearsal=None)
+    result = shiftmend.adapt(model, inputs[chosen], bare, candidates=["match-moments"], progress=False)
+    assert result.manifest["method"]["name"] == UNTOUCHED
+    assert "range" in result.reason
+    far = shiftmend.adapt(model, inputs[:400] + 6, bare, candidates=["match-mean"], progress=False)
+    assert far.manifest["method"]["name"] == "match-mean"

@@ -8,6 +8,7 @@ estimate.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,8 +37,17 @@ from shiftmend.utils.processes import of_first_process, world_size
 from shiftmend.utils.progress import progress_bar
 from shiftmend.utils.rng import isolate_rng
 from shiftmend.verification.class_shares import Shares, estimate_shares
-from shiftmend.verification.estimate import HOME_DEVIATIONS, Estimate, Estimator
-from shiftmend.verification.harm import OTHER_SHARES, answers_other_classes, find_worse_answers
+from shiftmend.verification.estimate import HOME_DEVIATIONS, MAX_OUTSIDE, Estimate, Estimator
+from shiftmend.verification.harm import (
+    BOTH_POSSIBLE,
+    MAX_LEFT_IN_DOUBT,
+    OTHER_SAMPLES,
+    OTHER_SHARES,
+    answers_other_classes,
+    find_answers,
+    find_worse_answers,
+    looks_like_selection,
+)
 from shiftmend.verification.predictions import as_class_logits, skew, skew_by_chance
 from shiftmend.verification.reading import Reading, add_agreements, expect_chance, read, shares_explain
 from shiftmend.verification.verdict import Verification
@@ -53,6 +63,8 @@ MUCH_CLOSER = 0.7
 a rehearsal, and where the untouched model is certain of other classes than home has."""
 SIMPLER = 1.2
 """Without a rehearsal, the simplest candidate is kept whose slice divergence is within this factor of the lowest."""
+
+SHARES_CHANGED_TOO = "class shares seem to differ as well, and estimates of this method hold for those of home"
 
 ADVICE = "try profile = shiftmend.rehearse(model, held_out_home_data, profile) at home"
 
@@ -248,6 +260,8 @@ def adapt_auto(
         return _finish_at_home(untouched, estimator)
     if estimator.is_at_home(untouched.signals, untouched.reading.samples, grouped=True):
         return _finish_as_other_groups(untouched, estimator)
+    if looks_like_selection(untouched.reading, record):
+        return _finish_as_selection(untouched, estimator)
     free = None
     if has_skew := answers_other_classes(untouched.reading, task.profile):
         free = compare_with_free_shares(task, untouched)
@@ -257,12 +271,19 @@ def adapt_auto(
         # A device may have made the model certain of wrong classes. Candidates that leave class shares free can tell.
         # Whatever assumes the shares of home finds them by pushing samples into other classes, unless it has no more
         # than the few numbers of a map of the inputs.
-        methods = {
+        careful = {
             name: method
             for name, method in methods.items()
             if name == UNTOUCHED or method.frees_shares or (method.maps_inputs and not method.trains)
         }
-    trials = _try_others(task, settings, methods, untouched)
+        trials = _try_others(task, settings, careful, untouched)
+        if free is not None and any(_finds_home_shares(trial, free, estimator) for trial in trials[1:]):
+            has_skew = False
+            rest = {name: method for name, method in methods.items() if name not in careful}
+            trials += try_candidates(task, settings, rest)
+            _add_signals(task, trials)
+    else:
+        trials = _try_others(task, settings, methods, untouched)
     return _finish_rehearsed(task, trials, estimator, calibrate, settings.output, has_skew=has_skew, free=free)
 
 
@@ -300,6 +321,19 @@ def _finish_as_other_groups(untouched: Trial, estimator: Estimator) -> Adaptatio
     return _complete(result, Estimates(estimate, estimate), tried, reason, estimator.record)
 
 
+def _finish_as_selection(untouched: Trial, estimator: Estimator) -> Adaptation:
+    """Return the untouched model of a regression, because the target could be a selection of the samples at home.
+
+    Nothing is estimated: some devices move samples towards each other, which looks the same.
+    """
+    result = untouched.adaptation
+    assert result is not None
+    estimate = Estimate(None, None, None, estimator.record.metric, (OTHER_SAMPLES,))
+    tried = (Candidate(UNTOUCHED, estimate, untouched.signals, untouched.seconds),)
+    reason = f"{OTHER_SAMPLES}, so nothing was changed; if you know that the samples are alike, name a method"
+    return _complete(result, Estimates(estimate, estimate), tried, reason, estimator.record)
+
+
 def compare_with_free_shares(task: Task, untouched: Trial) -> Reading | None:
     """Read the untouched model once more, compared with home for the class shares that it finds.
 
@@ -326,6 +360,36 @@ def is_mended(signals: Mapping[str, float], free: Mapping[str, float]) -> bool:
         free: Signals of the untouched model, compared with home for the class shares that it predicts.
     """
     return signals["slices"] < MUCH_CLOSER * free["slices"]
+
+
+def finds_home_shares(
+    name: str, estimate: Estimate, signals: Mapping[str, float], free: Mapping[str, float], record: Rehearsal
+) -> bool:
+    """Return whether a map of the inputs mends the model, and the mended model answers with the class shares of home.
+
+    A few numbers for all samples cannot push samples into the classes of home. So if they bring features and answers
+    back, class shares are as at home, up to the mistakes of the mended model, and all candidates may take part.
+
+    Args:
+        name: Name of a candidate, tried where the untouched model is certain of other classes than home has.
+        estimate: Its estimated score.
+        signals: Its signals.
+        free: Signals of the untouched model, compared with home for the class shares that it predicts.
+        record: The rehearsal in the profile.
+    """
+    if name not in METHODS or METHODS[name].trains or not METHODS[name].maps_inputs:
+        return False
+    lost = find_loss(estimate, record)
+    if lost is None or not is_mended(signals, free):
+        return False
+    return signals.get("skew", math.inf) <= max(OTHER_SHARES_AFTER, lost)
+
+
+def _finds_home_shares(trial: Trial, free: Reading, estimator: Estimator) -> bool:
+    if trial.reading is None or estimator.record.find_differences(describe_method(trial.method)):
+        return False
+    estimate = estimator.estimate(trial.name, trial.signals, trial.reading.samples)
+    return finds_home_shares(trial.name, estimate, trial.signals, free.signals, estimator.record)
 
 
 def may_replace(
@@ -389,6 +453,8 @@ def _finish_rehearsed(
     (`may_replace`), judged by its reading with free class shares (`free`).
     """
     record = estimator.record
+    left = trials[0].reading.left_by_selection if trials[0].reading is not None else None
+    doubts = [BOTH_POSSIBLE] if left is not None and left <= MAX_LEFT_IN_DOUBT else []
     tried: list[Candidate] = []
     readings: dict[str, dict[str, float]] = {}
     for trial in trials:
@@ -400,7 +466,8 @@ def _finish_rehearsed(
             # Its signals are those of other class shares, which were not rehearsed for them.
             reasons = [OTHER_SHARES, *reasons]
         apart = trial.reading.measure_distance(record)
-        estimate = estimator.estimate(trial.name, trial.signals, trial.reading.samples, reasons=reasons, distance=apart)
+        why = reasons if trial.name == UNTOUCHED else [*reasons, *doubts]
+        estimate = estimator.estimate(trial.name, trial.signals, trial.reading.samples, reasons=why, distance=apart)
         credible = not has_skew or (
             free is not None
             and may_replace(trial.name, estimate, trial.signals, free.signals, record, trial.reading.samples)
@@ -414,30 +481,20 @@ def _finish_rehearsed(
     chosen = next(trial for trial in trials if trial.name == name)
     assert chosen.adaptation is not None
     assert chosen.reading is not None
-    before = tried[0].estimate
-    after = estimator.estimate(
-        name,
-        chosen.signals,
-        chosen.reading.samples,
-        chosen=True,
-        distance=chosen.reading.measure_distance(record),
-        reasons=record.find_differences(describe_method(chosen.method)),
-    )
-    if before is not None:
-        # A rejected candidate with a valid estimate tells the score of the untouched model where both agree.
-        others = {one.name: one.estimate for one in tried} if name == UNTOUCHED and not has_skew else {}
-        for trial in trials:
-            told = after if trial is chosen else others.get(trial.name)
-            if told is not None and trial.reading is not None:
-                apart, size = trial.reading.measure_distance(record), trials[0].reading.samples
-                before = estimator.estimate_before(before, told, trial.name, trials[0].signals, size, distance=apart)
-    if name == UNTOUCHED:
-        after = after if before is None else before
+    reasons = record.find_differences(describe_method(chosen.method)) + (doubts if name != UNTOUCHED else [])
+    apart, size = chosen.reading.measure_distance(record), chosen.reading.samples
+    after = estimator.estimate(name, chosen.signals, size, chosen=True, distance=apart, reasons=reasons)
     result = chosen.adaptation
     if record.task == "classes" and record.confusion.numel() and name != UNTOUCHED:
         lost = find_loss(after, record)
         result.shares = estimate_shares(chosen.reading.outputs, record, lost=lost)
         result.changed = tell_change(measure_other_shares(result.shares, record), result.shares.samples, record, lost)
+        if result.changed == "both" and not chosen.method.frees_shares:
+            reasons = [*reasons, SHARES_CHANGED_TOO]
+            after = estimator.estimate(name, chosen.signals, size, chosen=True, distance=apart, reasons=reasons)
+    before = tried[0].estimate
+    if name != UNTOUCHED and before is not None:
+        before = estimator.estimate_before(before, after, name, trials[0].signals, size, distance=apart)
     reason = _explain_choice(name, after, has_skew=has_skew)
     _complete(result, Estimates(before, after), tuple(tried), reason, record)
     if calibrate and name != UNTOUCHED:
@@ -509,6 +566,9 @@ def _find_reason_to_stay(untouched: Trial, profile: Profile) -> str | None:
         return "the features are as at home, so nothing was changed"
     if answers_other_classes(untouched.reading, profile):
         return f"{OTHER_SHARES}, so nothing was changed"
+    if find_answers(profile) is None and untouched.signals.get("outside", math.inf) <= MAX_OUTSIDE:
+        # Without class predictions, nothing tells a selection of home's samples from a mild device.
+        return "the features lie in their range at home, as those of other samples would, so nothing was changed"
     return None
 
 
@@ -610,10 +670,11 @@ def estimate_one(
     joined = add_agreements(readings, record)
     if method.frees_shares:
         joined[method.name] = dict(readings[method.name].signals)
-    before = estimator.estimate(UNTOUCHED, joined[UNTOUCHED], readings[UNTOUCHED].samples)
+    doubt = [OTHER_SAMPLES] if looks_like_selection(readings[UNTOUCHED], record) else []
+    before = estimator.estimate(UNTOUCHED, joined[UNTOUCHED], readings[UNTOUCHED].samples, reasons=doubt)
     after = before
     if method.name != UNTOUCHED:
-        reading, reasons = readings[method.name], record.find_differences(describe_method(method))
+        reading, reasons = readings[method.name], [*doubt, *record.find_differences(describe_method(method))]
         apart = reading.measure_distance(record)
         after = estimator.estimate(method.name, joined[method.name], reading.samples, reasons=reasons, distance=apart)
         before = estimator.estimate_before(

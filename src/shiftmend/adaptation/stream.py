@@ -51,7 +51,15 @@ from shiftmend.utils.processes import world_size
 from shiftmend.utils.tensor_tree import Inputs
 from shiftmend.verification.class_watch import SUSPECT, ClassWatch, Doubt, Glimpse
 from shiftmend.verification.estimate import OTHER_WEIGHTS, Estimate, Estimator
-from shiftmend.verification.harm import OTHER_SHARES, answers_other_classes, describe_harm, find_answers, find_harm
+from shiftmend.verification.harm import (
+    OTHER_SAMPLES,
+    OTHER_SHARES,
+    answers_other_classes,
+    describe_harm,
+    find_answers,
+    find_harm,
+    looks_like_selection,
+)
 from shiftmend.verification.matched_inputs import InputMatcher, keeps_classes
 from shiftmend.verification.reading import Reading, agree, measure_outside, summarise
 from shiftmend.verification.signals import VERIFIED, Tally, sample_positions
@@ -462,6 +470,8 @@ class Stream:
             return estimator.estimate_at_home(reading.samples)
         if answers_other_classes(reading, self.profile):
             reasons.append(OTHER_SHARES)
+        if looks_like_selection(reading, estimator.record):
+            reasons.append(OTHER_SAMPLES)
         return estimator.estimate(UNTOUCHED, reading.signals, reading.samples, reasons=reasons)
 
     @property

@@ -48,6 +48,7 @@ _TENSORS = {
     "output_mean": 1,
     "output_deviation": 1,
     "group_deviation": 2,
+    "cluster_centres": 2,
 }
 """Tensors of a record by name, with their numbers of dimensions."""
 
@@ -166,8 +167,11 @@ class Rehearsal:
         output_mean: Mean of each output at home, `[outputs]`; empty for classes.
         output_deviation: Standard deviation of each output at home, `[outputs]`; empty for classes.
         settings: Options of `adapt` in the rehearsal, such as the batch size.
-        by_class: Histograms of the untouched model at home for each true class, uint8 `[classes, units, bins]` by name
-            (`BY_CLASS`). Each row is scaled so that its largest count is 255. Empty if the file would be too large.
+        by_class: Histograms of the untouched model at home for each true class, or for each cluster of a regression,
+            uint8 `[classes, units, bins]` by name (`BY_CLASS`). Each row is scaled so that its largest count is 255.
+            Empty if the file would be too large.
+        cluster_centres: Centres of clusters of the home samples, in the space of the verification slices, followed by
+            the share of samples in each cluster: `[clusters, slices + 1]`. Empty for classes.
         error_kurtosis: Kurtosis of the errors at home: 3 if they are normal, far more if a few samples make most of the
             squared error. Quantities only; 3 for classes, and for files of earlier versions.
         sites: Sites of other class shares that were drawn at home; empty without histograms of the classes, and for
@@ -208,10 +212,17 @@ class Rehearsal:
     design_effect: float = 1.0
     answer_design_effect: float = 1.0
     group_deviation: Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    cluster_centres: Tensor = field(default_factory=lambda: torch.empty(0, 0))
 
     @property
     def label_shares(self) -> Tensor:
-        """Share of each true class at home, `[classes]`; of each predicted class without a confusion matrix."""
+        """Share of each true class at home, `[classes]`; of each predicted class without a confusion matrix.
+
+        For a regression, the share of each cluster.
+        """
+        if self.cluster_centres.numel():
+            shares = self.cluster_centres[:, -1].double()
+            return shares / shares.sum()
         counts = self.confusion.double().sum(1) if self.confusion.numel() else self.shares.double()
         return counts / counts.sum()
 
@@ -346,7 +357,7 @@ class Rehearsal:
             or any(one.dtype == torch.uint8 for one in tensors.values())
         ):
             raise ProfileError("the histograms of its classes are not those of features, logits and slices")
-        tensors = {"group_deviation": torch.empty(0, 0)} | tensors
+        tensors = {name: torch.empty(0, 0) for name in ("group_deviation", "cluster_centres")} | tensors
         if not isinstance(facts, dict) or set(facts) != names or set(tensors) != set(_TENSORS):
             raise ProfileError("the description of its rehearsal has missing or unknown entries")
         if any(tensors[name].ndim != number for name, number in _TENSORS.items()):
@@ -413,10 +424,13 @@ class Rehearsal:
             "output_deviation": (outputs,),
             "group_deviation": (sizes, signals) if self.groups else (0, 0),
         }
-        if any(len(counts) != classes for counts in self.by_class.values()):
+        clusters = len(self.cluster_centres)
+        if any(len(counts) != (classes or clusters) for counts in self.by_class.values()):
             return "its histograms are not of as many classes as its shares"
-        if self.by_class and not self.confusion.numel():
+        if self.by_class and not (self.confusion.numel() or clusters):
             return "it has histograms of classes but no confusion matrix"
+        if bool(clusters) != bool(self.by_class and not classes):
+            return "it has clusters without histograms, or of classes"
         for name, shape in shapes.items():
             if tuple(getattr(self, name).shape) != tuple(shape):
                 return f"{name} should be of shape {list(shape)}, got {list(getattr(self, name).shape)}"
@@ -430,9 +444,10 @@ class Rehearsal:
             self.output_mean,
             self.output_deviation,
             self.chosen,
+            self.cluster_centres,
         )
         deviations = (self.home_deviation, self.group_deviation, self.output_deviation)
-        positive = (*deviations, self.confusion, self.shares, self.scales, both)
+        positive = (*deviations, self.confusion, self.shares, self.scales, both, self.cluster_centres[:, -1:])
         found = {
             f"its candidates are {', '.join(self.candidates)}, expected {UNTOUCHED} first and each name once": (
                 self.candidates[:1] != (UNTOUCHED,) or len(set(self.candidates)) < candidates

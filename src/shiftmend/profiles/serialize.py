@@ -333,16 +333,28 @@ def problems(profile: Profile) -> list[str]:
     moments, quantiles = (profile.statistics.get(name) for name in ("inputs", "inputs.quantiles"))
     if isinstance(moments, Moments) and isinstance(quantiles, Quantiles) and len(moments.mean) != len(quantiles.values):
         found.append("moments and quantiles of the inputs are not of the same units")
-    for name, counts in ({} if profile.rehearsal is None else profile.rehearsal.by_class).items():
-        whole = profile.slices["verification"].histogram if name == "slices" else profile.taps[name]
-        if counts.shape[1:] != whole.counts.shape:
-            found.append(f"the {name} by class are not counted in the bins of the profile")
+    found += _rehearsal_problems(profile)
     if any(tap.samples < profile.inputs_seen for tap in profile.taps.values()):
         found.append(f"a tap has fewer samples than the {profile.inputs_seen} inputs")
     if profile.privacy is not None and (profile.rehearsal is not None or isinstance(profile.gaussian, FullGaussian)):
         found.append("it promises privacy, and holds a rehearsal or a covariance, which are not private")
     if features.usable_count == 0:
         found.append("every one of its features was constant")
+    return found
+
+
+def _rehearsal_problems(profile: Profile) -> list[str]:
+    """List how histograms of classes, or clusters, in a rehearsal do not fit the profile."""
+    record, found = profile.rehearsal, list[str]()
+    if record is None:
+        return found
+    slices = profile.slices["verification"].histogram
+    for name, counts in record.by_class.items():
+        whole = slices if name == "slices" else profile.taps[name]
+        if counts.shape[1:] != whole.counts.shape:
+            found.append(f"the {name} by class are not counted in the bins of the profile")
+    if record.cluster_centres.numel() and record.cluster_centres.shape[1] != slices.units + 1:
+        found.append(f"its clusters are not in the space of its {slices.units} slices")
     return found
 
 

@@ -49,7 +49,8 @@ def reweight(profile: Profile, shares: Tensor) -> Profile:
 
     Args:
         profile: A profile that was rehearsed with labels.
-        shares: Share of each class, `[classes]`, not negative; normalised to add up to 1.
+        shares: Share of each class, or of each cluster of a regression, `[classes]`; not negative, normalised to add up
+            to 1.
 
     Returns:
         A new profile. Its rehearsal is unchanged and describes the former shares. To rule out estimates from this
@@ -58,7 +59,9 @@ def reweight(profile: Profile, shares: Tensor) -> Profile:
     Raises:
         ProfileError: If the profile has no histograms of its classes, or the number of shares is wrong.
     """
-    record = find_classes(profile)
+    record = profile.rehearsal
+    if record is None or not record.by_class:
+        raise _refuse_without_classes()
     shares = torch.as_tensor(shares, dtype=torch.float64, device="cpu").flatten()
     classes = len(record.label_shares)
     if len(shares) != classes or not bool(((shares >= 0) & shares.isfinite()).all()) or float(shares.sum()) <= 0:
@@ -80,11 +83,15 @@ def find_classes(profile: Profile) -> Rehearsal:
         ProfileError: If there is none.
     """
     record = profile.rehearsal
-    if record is None or not record.by_class:
-        raise ProfileError(
-            "Expected a profile with histograms of its classes, got one without. Try shiftmend.rehearse with labels."
-        )
+    if record is None or not record.by_class or record.task != "classes":
+        raise _refuse_without_classes()
     return record
+
+
+def _refuse_without_classes() -> ProfileError:
+    return ProfileError(
+        "Expected a profile with histograms of its classes, got one without. Try shiftmend.rehearse with labels."
+    )
 
 
 def _reweight(histogram: Histogram, record: Rehearsal, name: str, shares: Tensor) -> Histogram:

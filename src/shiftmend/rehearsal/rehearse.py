@@ -58,6 +58,7 @@ from shiftmend.profiles.rehearsal import (
 from shiftmend.rehearsal import extend as extension
 from shiftmend.rehearsal.battery import PlannedShift, from_functions, list_devices, plan_battery
 from shiftmend.rehearsal.label_shifts import AS_AT_HOME, PlannedSite, judge_sites, plan_sites
+from shiftmend.stats.clusters import assign, find_centres
 from shiftmend.stats.groups import as_groups, design_effect, resemble_neighbours
 from shiftmend.utils import sealing
 from shiftmend.utils.checks import brief, counted, is_whole
@@ -104,6 +105,8 @@ BELOW_CHANCE = 0.8
 """Accuracy, relative to that of guessing, below which labels look as if classes were in another order."""
 MAX_CLASS_BYTES = 192 << 10
 """Largest size of the histograms per class, so that a profile stays below 256 KiB."""
+MAX_CLUSTERS, SAMPLES_IN_CLUSTER = 16, 12
+"""Number of clusters of the home samples of a regression, and samples that each should have at least on average."""
 MAX_SHARE_OF_ONE = 0.25
 """Largest share of the squared error at home that a single sample may cause. One tablet in 100 caused 40 to 48 % of it
 between two spectrometers, and made the error at home look 30 to 40 % larger.
@@ -394,7 +397,10 @@ class _Home:
             record = self._describe(first, score, methods, sizes)
             remark = self._find_remark(first, score)
             if per_class and record.confusion.numel():
-                record = replace(record, by_class=self._count_by_class(len(record.shares)))
+                labels = self.labels.flatten().long().cpu()
+                record = replace(record, by_class=self._count_by_class(labels, len(record.shares)))
+            if per_class and self.task == "quantities":
+                record = self._add_clusters(record)
             mean, deviation = self._watch_unshifted(record, sizes)
             record = replace(record, home_mean=mean, home_deviation=deviation)
             if self.groups is not None:
@@ -469,13 +475,44 @@ class _Home:
         both = (design_effect(values, self.groups) for values in (scored, one_hot))
         return dict(zip(("design_effect", "answer_design_effect"), both, strict=True))
 
-    def _count_by_class(self, classes: int) -> dict[str, Tensor]:
-        """Count histograms per true class in the form of `Rehearsal.by_class`; return {} if they are too large."""
+    def _add_clusters(self, record: Rehearsal) -> Rehearsal:
+        """Add clusters of the home samples with their histograms, unless samples are too few or too large."""
+        profile = self.profile.to(resolve_device(self.settings.device))
+        count = min(MAX_CLUSTERS, self.samples // SAMPLES_IN_CLUSTER)
+        if count < 2 or not self._has_one_row_each():
+            return record
+        parts: list[Tensor] = []
+
+        def project(seen: Observation) -> None:
+            parts.extend(profile.slices["verification"].projector.project_in_parts(seen.activations["features"]))
+
+        batches = without_labels(self.feed(self.inputs).batches())
+        run_pass(self.model, batches, project, taps={"features": profile.specs["features"]})
+        values = torch.cat(parts).cpu()
+        centres = find_centres(values, count, self.settings.seed)
+        numbers = assign(values, centres)
+        by_cluster = self._count_by_class(numbers, len(centres)) if len(centres) > 1 else {}
+        if not by_cluster:
+            return record
+        shares = torch.bincount(numbers, minlength=len(centres)) / len(numbers)
+        return replace(record, by_class=by_cluster, cluster_centres=torch.cat([centres, shares.unsqueeze(1)], 1))
+
+    def _has_one_row_each(self) -> bool:
+        """Return whether each sample has one row of features and of logits, unlike the positions of a map."""
+        return all(self.profile.taps[name].samples == self.profile.inputs_seen for name in VERIFIED)
+
+    def _count_by_class(self, labels: Tensor, classes: int) -> dict[str, Tensor]:
+        """Count histograms by class in the form of `Rehearsal.by_class`; return {} if they are too large.
+
+        Args:
+            labels: Class, or cluster, of each sample.
+            classes: Number of classes.
+        """
         profile = self.profile.to(resolve_device(self.settings.device))
         slices = profile.slices["verification"]
         whole = {name: profile.taps[name] for name in VERIFIED} | {"slices": slices.histogram}
-        one_each = all(profile.taps[name].samples == profile.inputs_seen for name in VERIFIED)
-        if not one_each or classes * sum(one.counts.numel() for one in whole.values()) > MAX_CLASS_BYTES:
+        size = classes * sum(one.counts.numel() for one in whole.values())
+        if not self._has_one_row_each() or size > MAX_CLASS_BYTES:
             return {}
         trackers = {name: [one.new_tracker() for _ in range(classes)] for name, one in whole.items()}
 
@@ -489,7 +526,7 @@ class _Home:
                 trackers["slices"][number].update(slices.projector(own["features"]))
 
         def pairs() -> Iterator[tuple[Inputs, Tensor | None]]:
-            labels, done = self.labels.flatten().long().cpu(), 0
+            done = 0
             for batch in self.feed(self.inputs).batches():
                 yield batch, labels[done : done + len(batch)]
                 done += len(batch)
@@ -711,7 +748,7 @@ class _Jobs:
     def _plan_sites(self) -> list[PlannedSite]:
         """Choose sites of other class shares, if a candidate can make use of them."""
         is_used = any(method.frees_shares for method in self.methods.values())
-        if not (is_used and self.record.by_class and self.home.labelled):
+        if not (is_used and self.record.by_class and self.home.labelled and self.record.task == "classes"):
             return []
         mendable = [shift is None or shift.device.mendable for shift in self.planned]
         return plan_sites(self.home.labels.flatten().long(), self.record, mendable, self.home.settings.seed)

@@ -13,6 +13,7 @@ from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal
 from shiftmend.report.saved import read_temperature
 from shiftmend.verification.estimate import OTHER_WEIGHTS, Estimate, Estimator
+from shiftmend.verification.harm import OTHER_SAMPLES, looks_like_selection
 from shiftmend.verification.reading import add_agreements, read
 
 OTHER_START = "the model was mended from other weights than those of the model called “before” here"
@@ -80,12 +81,13 @@ def _estimate(
         # Agreement with others says nothing about a model that was adapted to other class shares.
         signals[name] = readings[name].signals
     samples = readings[UNTOUCHED].samples
-    before = estimator.estimate(UNTOUCHED, signals[UNTOUCHED], samples)
+    doubts = [OTHER_SAMPLES] if looks_like_selection(readings[UNTOUCHED], record) else []
+    before = estimator.estimate(UNTOUCHED, signals[UNTOUCHED], samples, reasons=doubts)
     if result is None:
         return Estimates(before, None)
     if name == UNTOUCHED:
         return Estimates(before, before)
-    reasons = record.find_differences(manifest["method"])
+    reasons = [*doubts, *record.find_differences(manifest["method"])]
     apart = readings[name].measure_distance(record)
     after = estimator.estimate(
         name, signals[name], samples, chosen="chosen" in manifest, reasons=reasons, distance=apart

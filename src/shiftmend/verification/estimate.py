@@ -32,6 +32,9 @@ LEVEL = 0.9
 """Nominal coverage of intervals."""
 MIN_FAMILIES = 9
 """Smallest number of families for an interval of that level: the largest of eight errors covers only eight ninths."""
+MANY_FAMILIES = 11
+"""Number of families below which errors are taken to grow with the difficulty, and so is a wide interval. Of ten
+simulated devices, errors may look constant where those at ruined sites are four times as large."""
 MAP_COUNTS = (3, 6)
 """Numbers of maps whose median may be the estimate. The rehearsal chooses between them: three if few signals are
 useful, such as the untouched model's agreement with adapted ones; six if a single map may mislead."""
@@ -426,6 +429,7 @@ class Width:
         least: Smallest expected error.
         unit: Distance from the score at home to that of a useless model.
         is_claimed: Whether there were enough families for an interval of 90 %.
+        growing: The width whose errors grow in proportion to the difficulty, if those of this one are constant.
     """
 
     count: int
@@ -434,10 +438,12 @@ class Width:
     least: float
     unit: float
     is_claimed: bool
+    growing: Width | None = None
 
-    def __call__(self, difficulty: float) -> float:
+    def __call__(self, difficulty: float, *, cautious: bool = False) -> float:
         expected = self.least + self.unit * float(max(difficulty, 0.0) ** self.exponent)
-        return min(1.0, self.factor * expected)
+        own = min(1.0, self.factor * expected)
+        return max(own, self.growing(difficulty)) if cautious and self.growing is not None else own
 
 
 def fit_width(
@@ -473,12 +479,15 @@ def fit_width(
         if not groups:
             return None
         rank = math.ceil((len(groups) + 1) * LEVEL - 1e-9)
+        tried = []
         for exponent in EXPONENTS:
             ratios = errors / (least + unit * np.maximum(difficulties, 0.0) ** exponent)
             worst = sorted(float(ratios[group].max()) for group in groups)
             factor = worst[min(rank, len(worst)) - 1]
-            width = Width(count, factor, exponent, least, unit, is_claimed=rank <= len(worst))
-            widths.append((float(np.median([width(value) for value in difficulties[known]])), width))
+            tried.append(Width(count, factor, exponent, least, unit, is_claimed=rank <= len(worst)))
+        for width in tried:
+            median = float(np.median([width(value) for value in difficulties[known]]))
+            widths.append((median, width if width.exponent else replace(width, growing=tried[1])))
     return min(widths, key=lambda one: one[0])[1]
 
 
@@ -856,7 +865,14 @@ class Estimator:
         return value > max(untouched[0], signals["confidence"]) + OVERWHELMING
 
     def find_width(
-        self, candidate: str, signals: Mapping[str, Any], samples: int, difficulty: float, *, chosen: bool = False
+        self,
+        candidate: str,
+        signals: Mapping[str, Any],
+        samples: int,
+        difficulty: float,
+        *,
+        chosen: bool = False,
+        cautious: bool = False,
     ) -> tuple[float, bool]:
         """Return the half-width of an estimate's interval, and whether the interval has the level of 90 %.
 
@@ -866,6 +882,7 @@ class Estimator:
             samples: Number of samples at the site.
             difficulty: Difficulty of the estimate.
             chosen: Whether `auto` chose the candidate. If so, the wider of two intervals is used.
+            cautious: Whether errors may grow with the difficulty although they looked constant at home.
 
         Returns:
             The half-width without sampling noise, and whether there are the nine families that a level of 90 % needs.
@@ -878,7 +895,8 @@ class Estimator:
             known = [width for width in found if width is not None]
             is_claimed &= len(known) == len(found) and all(width.is_claimed for width in known)
             cells = Cells.of(self.record, candidate, size)
-            total += weight * max((width(difficulty) for width in known), default=cells.unit)
+            halves = [width(difficulty, cautious=cautious) for width in known]
+            total += weight * max(halves, default=cells.unit)
         return total, is_claimed
 
     def _fit_width(self, candidate: str, size: int, signals: Mapping[str, Any]) -> Width | None:
@@ -932,6 +950,9 @@ class Estimator:
         if by_distance is None and distance > UNREHEARSED_DISTANCE:
             found.append("too few rehearsed sites with other class shares got an estimate")
         half = math.hypot(width, chance, (by_distance or 0.0) * distance)
+        if half > self._widest or len(self.record.families) < MANY_FAMILIES:
+            width, _ = self.find_width(candidate, signals, samples, told.difficulty, chosen=chosen, cautious=True)
+            half = math.hypot(width, chance, (by_distance or 0.0) * distance)
         low, value, high = self._place_ends(told.value, half)
         if not is_claimed:
             reasons = [*found, TOO_MUCH_OPEN] if not found and half > self._widest else found
@@ -1261,15 +1282,26 @@ class Estimator:
         skewed, certain = (self._compare(name, signals[name], samples) for name in ("skew", "confidence"))
         if skewed is None or certain is None:
             return False
-        mean, deviation = self._describe_home("outside", samples)
-        if mean > MAX_OUTSIDE:
-            # Home data that drifted away from the profile already lie outside, which hides a new device.
-            return False
-        if math.isfinite(mean) and not signals.get("outside", 0.0) <= mean + HOME_DEVIATIONS * deviation + MAX_OUTSIDE:
+        if not self.lies_in_range(signals, samples):
             return False
         mean, deviation = self._describe_home("confidence", samples)
         expected = mean + self._expect_change(shares)
         return skewed > HOME_DEVIATIONS and signals["confidence"] >= expected - AS_CERTAIN - 2 * deviation
+
+    def lies_in_range(self, signals: Mapping[str, float], samples: int) -> bool:
+        """Return whether the features lie within their range at home, which only another device makes them leave.
+
+        Home data that drifted away from the profile already lie outside. That hides a new device, so the answer is
+        False.
+
+        Args:
+            signals: Signals of the untouched model.
+            samples: Number of samples that the signals come from.
+        """
+        mean, deviation = self._describe_home("outside", samples)
+        if not math.isfinite(mean):
+            return True
+        return mean <= MAX_OUTSIDE and signals.get("outside", 0.0) <= mean + HOME_DEVIATIONS * deviation + MAX_OUTSIDE
 
     def _expect_change(self, shares: Tensor | None) -> float:
         """Return the change of confidence that other class shares cause, from the accuracy of each class at home."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shiftmend.profiles.profile import Profile
-from shiftmend.profiles.rehearsal import format_score
+from shiftmend.profiles.rehearsal import Rehearsal, format_score
 from shiftmend.stats.answers import Answers
 from shiftmend.verification.estimate import HOME_DEVIATIONS, MAX_OUTSIDE, Estimate, Estimator
 from shiftmend.verification.predictions import class_shares, skew, skew_by_chance
@@ -28,6 +28,17 @@ LESS_CERTAIN_BY_SKEW = 0.4
 ones. One or two digits cost up to 0.35 a unit; devices that harm the digits' network cost 0.5 or more (two seeds)."""
 
 OTHER_SHARES = "answers are as certain as at home but fall into other classes, as where class shares differ"
+MAX_LEFT = 0.25
+"""Share of the divergence beyond chance that a selection of home's samples may leave. On two tables, two networks for
+spectra and real tablets, selections left at most 0.1. Simulated and real devices left 0.38 or more, unless they move
+samples towards each other, as low gain and saturation do."""
+MAX_LEFT_IN_DOUBT = 0.6
+"""The same for a selection with another device, which left 0.35 and 0.54 on a table and on spectra."""
+MOVED_OUTPUTS = 0.5
+"""Offset of the mean output, in deviations at home, from which on such a selection is rather assumed than not, because
+forcing the outputs back to home would do much harm. There, selections had 0.64 or more and devices up to 0.48."""
+BOTH_POSSIBLE = "samples may be selected otherwise than at home, beside another device"
+OTHER_SAMPLES = "the inputs look like a selection of the samples at home rather than another device"
 ADVICE = 'compare with the model as it came; try method="auto" with a rehearsed profile (shiftmend.rehearse)'
 
 
@@ -83,6 +94,25 @@ def answers_other_classes(untouched: Reading, profile: Profile) -> bool:
     return apart > by_chance and is_about_as_certain(untouched.signals["confidence"], outside, apart, home)
 
 
+def looks_like_selection(untouched: Reading, record: Rehearsal) -> bool:
+    """Return whether the target of a regression could be a selection of home's samples, measured by the same device.
+
+    Examples are samples of one product, or with high answers only. Matching their features with those of home would
+    make the answers wrong. A device that moves samples towards each other may look the same.
+
+    Args:
+        untouched: Reading of the untouched model.
+        record: The rehearsal in the profile.
+    """
+    left = untouched.left_by_selection
+    if left is None:
+        return False
+    limit = MAX_LEFT_IN_DOUBT if untouched.signals.get("offset", 0.0) >= MOVED_OUTPUTS else MAX_LEFT
+    if not left <= limit:
+        return False
+    return Estimator(record).lies_in_range(untouched.signals, untouched.samples)
+
+
 def find_worse_answers(before: Reading, after: Reading, profile: Profile) -> list[str]:
     """Describe how predictions moved away from those of home: newly skewed, or less confident.
 
@@ -122,6 +152,8 @@ def find_harm(
         if torch.equal(readings[0].answers, readings[1].answers):
             return []
         # A method that estimates class shares is not misled by them, and may rightly predict other classes.
+        if profile.rehearsal is not None and looks_like_selection(readings[0], profile.rehearsal):
+            found.append(f"{OTHER_SAMPLES}, and aligning makes their answers those of all samples then")
         if readings[1].shares is None:
             if answers_other_classes(readings[0], profile):
                 found.append(f"before, {OTHER_SHARES}, and aligning pushes samples into wrong classes then")

@@ -6,6 +6,7 @@ finished model, and estimates of the accuracy are made from it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +19,7 @@ from shiftmend.passes.evaluation_pass import Observation, run_pass, without_labe
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import Rehearsal
 from shiftmend.profiles.shares import reweight
+from shiftmend.stats.clusters import assign
 from shiftmend.stats.divergences import sampling_floor
 from shiftmend.stats.histograms import Bins
 from shiftmend.verification import predictions
@@ -68,6 +70,9 @@ class Reading:
         verification: Divergences of the features, and the verdict about them.
         samples: Number of inputs.
         shares: Class shares `[classes]` that home was reweighted to for the comparison; None for those of home.
+        left_by_selection: For a regression, the share of the divergence from home that is left if home is reweighted to
+            the clusters of the target's samples. Little is left if the target's samples could be a selection of home's.
+            None if there are no clusters.
     """
 
     signals: dict[str, float]
@@ -76,6 +81,7 @@ class Reading:
     verification: Verification
     samples: int
     shares: Tensor | None = None
+    left_by_selection: float | None = None
 
     def measure_distance(self, record: Rehearsal) -> float:
         """Return the total variation between the class shares used in the comparison and those of home."""
@@ -108,16 +114,22 @@ def read(
     """
     home = profile.to(feed.device)
     tally, kept = Tally(home), _Kept(feed.known_samples)
+    clusters = _Clusters(home, rehearsal) if rehearsal is not None and rehearsal.cluster_centres.numel() else None
 
     def update(seen: Observation) -> None:
         if temperature != 1.0:
             seen.activations["logits"] = seen.activations["logits"] * temperature
         tally.update(seen.activations, len(seen.inputs))
         kept.update(seen.activations["logits"], len(seen.inputs))
+        if clusters is not None:
+            clusters.update(seen.activations["features"])
 
     taps = {name: home.specs[name] for name in VERIFIED}
     run_pass(model, without_labels(feed.batches(feed.inference_batch_size)), update, taps=taps)
-    return summarise(tally, kept.result(), rehearsal, free_shares=free_shares)
+    found = summarise(tally, kept.result(), rehearsal, free_shares=free_shares)
+    if clusters is None or rehearsal is None:
+        return found
+    return replace(found, left_by_selection=measure_left_by_selection(tally, clusters.shares(), rehearsal))
 
 
 @torch.no_grad()
@@ -133,7 +145,8 @@ def summarise(
         free_shares: As for `read`: home is reweighted to the predicted class shares before the comparison.
     """
     shares, own_shares = None, None
-    if free_shares and rehearsal is not None and rehearsal.by_class and bool(outputs.isfinite().all()):
+    has_classes = rehearsal is not None and rehearsal.task == "classes" and bool(rehearsal.by_class)
+    if free_shares and has_classes and rehearsal is not None and bool(outputs.isfinite().all()):
         shares, own_shares = fit_shares(as_class_logits(outputs), rehearsal), rehearsal.shares
         place = tally.slices.counts.device
         tally.profile = reweight(replace(tally.profile, rehearsal=rehearsal), shares).to(place)
@@ -144,6 +157,32 @@ def summarise(
     found = measure_outputs(outputs, rehearsal, own_shares)
     values = {name: value for name, value in (signals | found.signals).items() if value is not None}
     return Reading(values, outputs, found.answers, verification, verification.samples, shares)
+
+
+def measure_left_by_selection(tally: Tally, shares: Tensor, record: Rehearsal) -> float:
+    """Return the share of the divergence of slices that is left if home is reweighted to other shares of its clusters.
+
+    Divergence that chance explains does not count.
+
+    Samples of the same device that were selected otherwise, e.g. of one product or with high answers, fall into the
+    clusters of home and are distributed as at home within each. Another device moves samples within the clusters.
+
+    Args:
+        tally: Counts of features, logits and slices at the target.
+        shares: Share of the target's samples in each cluster, `[clusters]`.
+        record: The rehearsal in the profile, with histograms of the clusters.
+    """
+    home = tally.profile
+    plain, _, samples = tally.joined()
+    tally.profile = reweight(replace(home, rehearsal=record), shares).to(tally.slices.counts.device)
+    left = tally.joined()[0]
+    tally.profile = home
+    at_home = (record.samples * record.label_shares).clamp_min(1.0)
+    usual = record.home_level("slices", samples) if record.home_mean.numel() else math.nan
+    usual = usual if math.isfinite(usual) else 0.0
+    chance = sampling_floor(home.bins, 1 / float((shares.double().square() / at_home).sum()), samples)
+    beyond = float(plain) - usual
+    return max(0.0, float(left) - max(chance, usual)) / beyond if beyond > 0 else 0.0
 
 
 def measure_unexplained(plain: Reading, free: Reading, record: Rehearsal, bins: Bins) -> float:
@@ -222,6 +261,22 @@ class _Kept:
         rows = torch.cat(self.parts)
         # Signals need float64, which some accelerators lack.
         return rows if rows.device.type in ("cpu", "cuda") else rows.cpu()
+
+
+class _Clusters:
+    """Counter of the target's samples in each cluster of home."""
+
+    def __init__(self, home: Profile, rehearsal: Rehearsal) -> None:
+        self.projector = home.slices["verification"].projector
+        self.centres = rehearsal.cluster_centres[:, :-1].to(self.projector.weight.device)
+        self.counts = torch.zeros(len(self.centres), device=self.centres.device)
+
+    def update(self, features: Tensor) -> None:
+        for part in self.projector.project_in_parts(features):
+            self.counts += torch.bincount(assign(part, self.centres), minlength=len(self.centres))
+
+    def shares(self) -> Tensor:
+        return self.counts.cpu() / self.counts.sum().cpu().clamp_min(1)
 
 
 @dataclass(frozen=True)

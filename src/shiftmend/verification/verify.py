@@ -26,6 +26,7 @@ from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.progress import Progress, progress_bar
 from shiftmend.utils.rng import isolate_rng
 from shiftmend.verification.estimate import Estimate, Estimator
+from shiftmend.verification.harm import OTHER_SAMPLES, looks_like_selection
 from shiftmend.verification.reading import Reading, read
 from shiftmend.verification.verdict import Verification
 
@@ -144,4 +145,5 @@ def _estimate(reading: Reading, record: Rehearsal, method: str | None) -> Estima
     if method == UNTOUCHED and estimator.is_at_home(reading.signals, reading.samples):
         return estimator.estimate_at_home(reading.samples)
     apart = reading.measure_distance(record)
-    return estimator.estimate(method, reading.signals, reading.samples, distance=apart)
+    doubts = [OTHER_SAMPLES] if method == UNTOUCHED and looks_like_selection(reading, record) else []
+    return estimator.estimate(method, reading.signals, reading.samples, distance=apart, reasons=doubts)
