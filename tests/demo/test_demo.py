@@ -102,7 +102,7 @@ UNTOLD = Estimate(None, None, None, "accuracy", ("the signals leave too much ope
 def test_words_follow_the_outcome() -> None:
     good, missed = Estimate(0.81, 0.75, 0.85, "accuracy"), Estimate(0.9, 0.85, 0.95, "accuracy")
     mended = " ".join(demo.describe(make_row("bufr", UNTOLD, good)))
-    assert "bufr was chosen of untouched, bufr" in mended
+    assert "Took bufr (also tried: untouched)" in mended
     assert "as it came is unknown" in mended
     assert "label fifty" not in mended
     assert "trained" in " ".join(demo.describe(make_row("adabn", UNTOLD, good)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -172,7 +172,10 @@ class Adaptation:
         unit = name_rows(self.manifest)
         steps = self.history[-1].steps if self.history else None
         length = counted(epochs, unit) + (f" ({counted(steps, 'step')})" if unit == "round" and steps else "")
-        lines = [f"Adaptation by {self.manifest['method']['name']}, {length}, {self.manifest['status']}"]
+        name = self.manifest["method"]["name"]
+        lines = [f"Adaptation by {name}, {length}, {self.manifest['status']}"]
+        if name == UNTOUCHED:
+            lines = ["No adaptation: the model is as it came"]
         headline = self._describe_estimate()
         if self.manifest["kept"] == "selected":
             untouched = "" if self.selected else " (the model as it came)"
@@ -184,7 +187,7 @@ class Adaptation:
         # Before adapting, nothing was restored yet.
         before = str(self.before).replace("restored", "as at home", 1)
         lines += [f"  features before  {before}"] if self.before else []
-        lines += [f"  features after   {self.after}"] if self.after else []
+        lines += [f"  features after   {self.after}"] if self.after and name != UNTOUCHED else []
         lines += [f"  this may have done harm: {'; '.join(self.harm)}"] if self.harm else []
         return "\n".join(headline + lines)
 
@@ -202,12 +205,25 @@ class Adaptation:
             else:
                 lines.append(f"before and after: {after}")
         if self.candidates:
-            tried = [name_candidate(one.name) for one in self.candidates]
-            name = name_candidate(self.manifest["method"]["name"])
-            lines.append(f"{name} was chosen of {', '.join(tried)}: {self.reason}")
+            tried = [one.name for one in self.candidates]
+            lines.append(f"{describe_choice(self.manifest['method']['name'], tried)}: {self.reason}")
         if self.changed is not None:
             lines.append(f"what changed: {CHANGES[self.changed]}")
         return lines
+
+
+def describe_choice(name: str, tried: Sequence[str]) -> str:
+    """Describe which candidate `auto` took, and which others it tried.
+
+    Example:
+        >>> describe_choice("bufr", ["source-only", "adabn", "bufr"])
+        'took bufr (also tried: untouched, adabn)'
+        >>> describe_choice("source-only", ["source-only"])
+        'kept the untouched model'
+    """
+    others = ", ".join(name_candidate(one) for one in tried if one != name)
+    taken = "kept the untouched model" if name == UNTOUCHED else f"took {name}"
+    return f"{taken} (also tried: {others})" if others else taken
 
 
 def name_rows(manifest: Mapping[str, Any]) -> Literal["epoch", "round"]:

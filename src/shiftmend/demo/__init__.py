@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import shiftmend
 from shiftmend import shifts
-from shiftmend.adaptation.result import Adaptation
+from shiftmend.adaptation.result import Adaptation, describe_choice
 from shiftmend.demo.network import DigitReader
 from shiftmend.demo.picture import Strip, draw
 from shiftmend.evaluation.classification import Scores
@@ -290,7 +290,8 @@ def _make_strip(row: Row, model: nn.Module, result: Adaptation, images: Tensor) 
     shown = images[:SHOWN_DIGITS]
     lines: dict[str, Tensor] = {}
     for words, which, estimate, truth in _list_models(row, model, result.model):
-        told = write_estimate(estimate, interval=False).replace("unknown", "?")
+        # The font of the picture lacks the space that keeps a number and its unit on one line.
+        told = write_estimate(estimate, interval=False).replace("unknown", "?").replace("\u00a0", " ")
         with torch.no_grad():
             lines[f"{words}: estimated {told}, true {100 * truth:.0f} %"] = which(preprocess(shown)).argmax(1)
     return Strip(row.device, shown, lines)
@@ -359,7 +360,8 @@ def _write(estimate: Estimate) -> str:
 def describe(row: Row) -> list[str]:
     """Describe the outcome for one device in sentences."""
     if not row.left_alone:
-        said = [f"{row.chosen} was chosen of {', '.join(row.candidates)}: {row.reason}."]
+        choice = describe_choice(row.chosen, row.candidates)
+        said = [f"{choice[0].upper()}{choice[1:]}: {row.reason}."]
         said += ["Nothing had to be trained."] if row.chosen in UNTRAINED else []
     elif len(row.candidates) == 1:
         said = [f"The untouched model came back, to the last bit: {row.reason}."]

@@ -29,14 +29,13 @@ ones. One or two digits cost up to 0.35 a unit; devices that harm the digits' ne
 
 OTHER_SHARES = "answers are as certain as at home but fall into other classes, as where class shares differ"
 MAX_LEFT = 0.25
-"""Share of the divergence beyond chance that a selection of home's samples may leave. On two tables, two networks for
-spectra and real tablets, selections left at most 0.1. Simulated and real devices left 0.38 or more, unless they move
-samples towards each other, as low gain and saturation do."""
+"""Share of the divergence beyond chance that a selection of home's samples may leave. Most devices leave more, unless
+they move samples towards each other, as low gain and saturation do; see `benchmarks/selections.py`."""
 MAX_LEFT_IN_DOUBT = 0.6
-"""The same for a selection with another device, which left 0.35 and 0.54 on a table and on spectra."""
+"""The same for a selection that another device may have measured."""
 MOVED_OUTPUTS = 0.5
 """Offset of the mean output, in deviations at home, from which on such a selection is rather assumed than not, because
-forcing the outputs back to home would do much harm. There, selections had 0.64 or more and devices up to 0.48."""
+forcing the outputs back to home would do much harm."""
 BOTH_POSSIBLE = "samples may be selected otherwise than at home, beside another device"
 OTHER_SAMPLES = "the inputs look like a selection of the samples at home rather than another device"
 ADVICE = 'compare with the model as it came; try method="auto" with a rehearsed profile (shiftmend.rehearse)'
