@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 
 import torch
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
 from torch import Tensor
@@ -20,18 +21,15 @@ from shiftmend import demo, shifts
 from shiftmend.demo.network import DigitReader
 from shiftmend.introspection.input_map import load_adapted_state
 from shiftmend.utils.files import write_atomically
+from shiftmend.verification.estimate import Estimate
 
 OUT = Path(__file__).parent / "images" / "before-after.png"
-RIGHT, WRONG, GREY = "#0072b2", "#d55e00", "#444444"  # for every kind of colour vision
+RIGHT, WRONG = "#0072b2", "#d55e00"  # for every kind of colour vision
 SHOWN = 14
 
 
 def draw(images: Tensor, labels: Tensor, before: Tensor, after: Tensor, row: demo.Row) -> Figure:
     """Draw some digits with both readings above the accuracies, estimated and true."""
-    told = row.estimated_after
-    assert told.value is not None
-    assert told.low is not None
-    assert told.high is not None
     figure = plt.figure(figsize=(9, 3.2), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=[1, 1])
     for column, axis in enumerate(above.subplots(1, SHOWN)):
@@ -53,21 +51,28 @@ def draw(images: Tensor, labels: Tensor, before: Tensor, after: Tensor, row: dem
                 axis.text(-0.35, height, title, transform=axis.transAxes, ha="right", va="center", size=11)
     above.suptitle(f"A digit reader behind another device: {row.device}. Blue is right, orange is wrong.", size=12)
     axis = below.subplots()
-    axis.plot(100 * row.true_before, 1, "D", color=WRONG)
-    axis.text(100 * row.true_before - 1.2, 1, f"true {row.true_before:.1%}", ha="right", va="center")
-    untold = row.estimated_before.value is None
-    axis.text(52, 1, "no estimate: too uncertain" if untold else str(row.estimated_before), va="center", color=GREY)
-    axis.plot([100 * told.low, 100 * told.high], [0, 0], color=RIGHT, lw=6, alpha=0.4, solid_capstyle="butt")
-    axis.plot(100 * told.value, 0, "o", color=RIGHT)
-    axis.plot(100 * row.true_after, 0, "D", color="black")
-    said = f"estimated without labels {100 * told.value:.1f} % ({100 * told.low:.1f} to {100 * told.high:.1f})"
-    axis.text(100 * told.low - 1.2, 0, said, ha="right", va="center")
-    axis.text(100 * told.high + 0.6, 0, f"true {row.true_after:.1%}", ha="left", va="center")
+    _draw_row(axis, 1, row.estimated_before, row.true_before)
+    _draw_row(axis, 0, row.estimated_after, row.true_after)
     axis.set(
-        yticks=[0, 1], yticklabels=["after", "before"], xlim=(50, 103), ylim=(-0.6, 1.6), xlabel="accuracy, percent"
+        yticks=[0, 1], yticklabels=["after", "before"], xlim=(20, 110), ylim=(-0.6, 1.6), xlabel="accuracy, percent"
     )
+    axis.set_xticks(range(20, 101, 20))
     axis.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def _draw_row(axis: Axes, height: int, told: Estimate, truth: float) -> None:
+    """Draw an estimate with its interval beside the truth."""
+    axis.plot(100 * truth, height, "D", color="black")
+    assert told.low is not None
+    assert told.high is not None
+    low, high = 100 * told.low, 100 * told.high
+    axis.plot([low, high], [height, height], color=RIGHT, lw=6, alpha=0.4, solid_capstyle="butt")
+    if told.value is not None:
+        axis.plot(100 * told.value, height, "o", color=RIGHT)
+    said = str(told).partition(":")[0].replace("accuracy", "estimated without labels:")
+    axis.text(low - 1.2, height, said, ha="right", va="center")
+    axis.text(max(high, 100 * truth) + 1.2, height, f"true {100 * truth:.1f} %", ha="left", va="center")
 
 
 def main() -> None:

@@ -464,6 +464,6 @@ def _advise_labels(facts: Facts, choice: Choice) -> str:
         site = "site.csv" if table else "site/"
         return (
             f"{what} Then run `shiftmend verify MODEL --weights {weights} --data {site} --profile rehearsed.profile "
-            f"--labelled {few}`."
+            f"--labelled {few}`, with the options of `adapt`, such as --mean and --std."
         )
     return f"{what} Then run `shiftmend evaluate MODEL --weights {weights} --data {few}`."
