@@ -495,6 +495,7 @@ def _finish_rehearsed(
     before = tried[0].estimate
     if name != UNTOUCHED and before is not None:
         before = estimator.estimate_before(before, after, name, trials[0].signals, size, distance=apart)
+        tried[0] = replace(tried[0], estimate=before)
     reason = _explain_choice(name, after, has_skew=has_skew)
     _complete(result, Estimates(before, after), tuple(tried), reason, record)
     if calibrate and name != UNTOUCHED:

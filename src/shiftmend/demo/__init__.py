@@ -205,7 +205,7 @@ def _run(folder: Path, seed: int, say: Callable[..., None] | None) -> Report:
             strips.append(_make_strip(row, model, result, images))
             if lesson is LESSONS[0]:
                 result.save(folder / "mended")
-                _write_page(lesson, model, images, profile, result, folder / "report.html")
+                _write_page(lesson, model, images, profile, folder)
             bar.advance(1)
     draw(strips, site.labels[:SHOWN_DIGITS], folder / "digits.png")
     seconds = round(time.perf_counter() - started, 1)
@@ -306,14 +306,13 @@ def _list_models(row: Row, before: nn.Module, after: nn.Module) -> list[tuple[st
     ]
 
 
-def _write_page(
-    lesson: Lesson, model: nn.Module, images: Tensor, profile: Profile, result: Adaptation, path: Path
-) -> None:
-    """Write the page that a site would get, without labels."""
+def _write_page(lesson: Lesson, model: nn.Module, images: Tensor, profile: Profile, folder: Path) -> None:
+    """Write the page that a site would get from the saved adaptation, without labels."""
     from shiftmend import report
 
     title = f"The demo’s digit reader behind another device: {lesson.text}"
-    report.write(report.gather(model, images, profile, result, preprocess=preprocess, title=title), path)
+    facts = report.gather(model, images, profile, folder / "mended", preprocess=preprocess, title=title)
+    report.write(facts, folder / "report.html")
 
 
 def _score(model: nn.Module, images: Tensor, labels: Tensor) -> float:
