@@ -14,7 +14,7 @@ from shiftmend.adaptation import run as adaptation
 from shiftmend.engine import trainer
 from shiftmend.evaluation import evaluate as evaluation
 from shiftmend.profiles import collect as profiling
-from shiftmend.utils.progress import Bar, PassProgress, progress_bar
+from shiftmend.utils.progress import Bar, PassProgress, long_task, piped_progress, progress_bar
 from shiftmend.verification import verify as verification
 
 
@@ -145,3 +145,21 @@ def test_shares_that_are_not_even_are_no_more_than_all(monkeypatch: pytest.Monke
     notes = Notes()
     PassProgress(notes, "reading", 7)(4)
     assert notes.shown == ["reading  7 of 7 samples"]
+
+
+def test_a_long_task_says_now_and_then_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("shiftmend.utils.progress.time.monotonic", lambda: now)
+    with long_task(), progress_bar(None, "rehearsing", 3) as bar:
+        for now, note in ((29.0, "blur"), (31.0, "noise"), (59.0, "fog")):
+            bar.advance(1, note)
+    assert capsys.readouterr().err == "rehearsing: 2 of 3, noise, 31 s\n"
+    with progress_bar(None, "rehearsing", 1) as bar:
+        now = 100.0
+        bar.advance()
+    with long_task(), piped_progress("off"), progress_bar(None, "rehearsing", 1) as bar:
+        now = 200.0
+        bar.advance()
+    assert capsys.readouterr().err == ""

@@ -66,7 +66,7 @@ from shiftmend.utils.devices import resolve_device
 from shiftmend.utils.files import as_path, write_atomically
 from shiftmend.utils.json import dumps
 from shiftmend.utils.logs import hide_warnings
-from shiftmend.utils.progress import Bar, Progress, progress_bar
+from shiftmend.utils.progress import Bar, Progress, long_task, progress_bar
 from shiftmend.utils.rng import isolate_rng
 from shiftmend.utils.tensor_tree import Inputs
 from shiftmend.verification import predictions
@@ -181,7 +181,7 @@ def rehearse(
         seed: Seed of the drawn samples and simulated devices.
         checkpoint: Path of a checkpoint file. A rehearsal that was killed resumes from this file.
         executor: Executor that runs shifts in parallel, e.g. `concurrent.futures.ProcessPoolExecutor(4)`.
-        progress: Whether to show a progress bar; None shows one on a terminal only.
+        progress: Whether to show progress; None shows a bar on a terminal, and a line every half minute elsewhere.
 
     Returns:
         A new profile with the attribute `rehearsal`; `print(profile.rehearsal)` shows a summary.
@@ -248,7 +248,7 @@ def rehearse(
         counted(len(methods), "candidate"),
     )
     jobs = _Jobs(world, blank, planned, methods, path, with_sites=True)
-    with progress_bar(progress, "rehearsing", jobs.total) as bar, hide_warnings():
+    with long_task(), progress_bar(progress, "rehearsing", jobs.total) as bar, hide_warnings():
         cells = jobs.run(executor, bar)
     estimator = Estimator(jobs.assemble(cells))
     estimator.record = cross_fit(estimator.record, estimator)
@@ -281,7 +281,7 @@ def _extend(
     planned = extension.plan_again(record, world.inputs, battery)
     untouched = {UNTOUCHED: make_method(UNTOUCHED)}
     jobs = _Jobs(world, extension.start_record(record, missing), planned, untouched | missing, path)
-    with progress_bar(progress, "rehearsing", jobs.total) as bar, hide_warnings():
+    with long_task(), progress_bar(progress, "rehearsing", jobs.total) as bar, hide_warnings():
         bar.advance(0, "comparing with the stored rehearsal")
         for (shift, size), score in jobs.score_untouched():
             extension.check_score(record, shift, size, score)

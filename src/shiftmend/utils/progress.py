@@ -22,9 +22,12 @@ _shown = ContextVar("shown", default=False)
 
 SECONDS_BETWEEN_LINES = 5.0
 """Seconds between two lines of progress in a log file."""
+SECONDS_BETWEEN_LINES_OF_LONG_TASKS = 30.0
+"""The same for tasks of many minutes that are not run from the command line."""
 
-Piped = Literal["silent", "lines", "off"]
-"""Default progress: a bar on a terminal only, lines if there is no terminal, or nothing at all."""
+Piped = Literal["silent", "lines", "few lines", "off"]
+"""Default progress: a bar on a terminal only, lines if there is no terminal (few of them for long tasks), or nothing at
+all."""
 
 _piped: ContextVar[Piped] = ContextVar("piped", default="silent")
 
@@ -37,6 +40,13 @@ def piped_progress(how: Piped) -> Iterator[None]:
         yield
     finally:
         _piped.reset(before)
+
+
+@contextmanager
+def long_task() -> Iterator[None]:
+    """Show a line of progress now and then inside the block if there is no terminal, e.g. in a notebook."""
+    with piped_progress("few lines" if _piped.get() == "silent" else _piped.get()):
+        yield
 
 
 class Bar:
@@ -66,9 +76,10 @@ def progress_bar(show: Progress, title: str, total: int | None) -> Iterator[Bar]
     if show is False or rank() > 0 or _shown.get() or how == "off" or (how == "silent" and not terminal):
         yield Bar()
         return
-    if (show or how == "lines") and not terminal:
+    if not terminal:
         with _mark_shown():
-            lines = _Lines(title, total)
+            few = how == "few lines"
+            lines = _Lines(title, total, SECONDS_BETWEEN_LINES_OF_LONG_TASKS if few else SECONDS_BETWEEN_LINES)
             yield lines
             if show:
                 lines.write()
@@ -93,15 +104,15 @@ def progress_bar(show: Progress, title: str, total: int | None) -> Iterator[Bar]
 class _Lines(Bar):
     """Progress as a line on standard error every few seconds, for log files."""
 
-    def __init__(self, title: str, total: int | None) -> None:
-        self.title, self.total, self.done = title, total, 0
+    def __init__(self, title: str, total: int | None, seconds: float) -> None:
+        self.title, self.total, self.done, self.seconds = title, total, 0, seconds
         self.note = ""
         self._started = self._last = time.monotonic()
 
     def advance(self, steps: int = 1, note: str = "") -> None:
         self.done += steps
         self.note = note
-        if time.monotonic() - self._last >= SECONDS_BETWEEN_LINES:
+        if time.monotonic() - self._last >= self.seconds:
             self.write()
 
     def write(self) -> None:
