@@ -150,16 +150,16 @@ def test_shares_that_are_not_even_are_no_more_than_all(monkeypatch: pytest.Monke
 def test_a_long_task_says_now_and_then_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = 0.0
-    monkeypatch.setattr("shiftmend.utils.progress.time.monotonic", lambda: now)
+    now = [0.0]
+    monkeypatch.setattr("shiftmend.utils.progress.time.monotonic", lambda: now[0])
     with long_task(), progress_bar(None, "rehearsing", 3) as bar:
-        for now, note in ((29.0, "blur"), (31.0, "noise"), (59.0, "fog")):
+        for now[0], note in ((29.0, "blur"), (31.0, "noise"), (59.0, "fog")):
             bar.advance(1, note)
     assert capsys.readouterr().err == "rehearsing: 2 of 3, noise, 31 s\n"
     with progress_bar(None, "rehearsing", 1) as bar:
-        now = 100.0
+        now[0] = 100.0
         bar.advance()
     with long_task(), piped_progress("off"), progress_bar(None, "rehearsing", 1) as bar:
-        now = 200.0
+        now[0] = 200.0
         bar.advance()
     assert capsys.readouterr().err == ""

@@ -232,7 +232,7 @@ def _warn(task: Task, result: Adaptation, readings: dict[str, Reading]) -> Adapt
     if harm:
         result.harm = tuple(harm)
         result.manifest["harm"] = harm
-        logger.warning("%s", describe_harm(harm))
+        logger.warning("%s", describe_harm(harm, is_rehearsed=task.profile.rehearsal is not None))
     elif result.after is not None and result.after.verdict != "restored" and result.manifest["stages"]:
         logger.warning("verification after adapting: %s", result.after)
     return result

@@ -39,6 +39,7 @@ forcing the outputs back to home would do much harm."""
 BOTH_POSSIBLE = "samples may be selected otherwise than at home, beside another device"
 OTHER_SAMPLES = "the inputs look like a selection of the samples at home rather than another device"
 ADVICE = 'compare with the model as it came; try method="auto" with a rehearsed profile (shiftmend.rehearse)'
+ADVICE_IF_REHEARSED = 'label some samples to be sure; method="auto" would weigh these signs'
 
 
 def find_answers(profile: Profile) -> Answers | None:
@@ -176,6 +177,7 @@ def _describe_fall(before: Estimate | None, after: Estimate | None) -> str | Non
     return f"the estimated {before.metric} got worse ({ends[0]} to {ends[1]})"
 
 
-def describe_harm(found: Sequence[str]) -> str:
+def describe_harm(found: Sequence[str], *, is_rehearsed: bool = False) -> str:
     """Combine signs of harm into one sentence with advice."""
-    return f"this adaptation may have done harm: {'; '.join(found)}; {ADVICE}"
+    advice = ADVICE_IF_REHEARSED if is_rehearsed else ADVICE
+    return f"this adaptation may have done harm: {'; '.join(found)}; {advice}"
