@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -33,6 +34,7 @@ from shiftmend.profiles.fingerprints import TreeSummary
 from shiftmend.profiles.profile import Profile
 from shiftmend.profiles.rehearsal import UNTOUCHED, Rehearsal, name_candidate
 from shiftmend.utils.checks import brief
+from shiftmend.utils.logs import hide_warnings
 from shiftmend.utils.processes import of_first_process, world_size
 from shiftmend.utils.progress import progress_bar
 from shiftmend.utils.rng import isolate_rng
@@ -156,7 +158,9 @@ def try_candidates(task: Task, settings: Settings, methods: Mapping[str, Method]
             started = time.perf_counter()
             own = replace(settings, progress=False, checkpoint=_own_checkpoint(settings.checkpoint, name))
             try:
-                trial.adaptation = run_method(task, method, check_compile(own, task, method), before)
+                # What a candidate remarks about itself matters only to those who name it.
+                with hide_warnings() if name != UNTOUCHED else nullcontext():
+                    trial.adaptation = run_method(task, method, check_compile(own, task, method), before)
                 trial.reading = _read(task, trial.adaptation.model, method)
                 _compare_for_shares(trial.adaptation, trial.reading)
                 before = trial.adaptation.before
