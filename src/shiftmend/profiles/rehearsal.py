@@ -538,12 +538,14 @@ def describe(record: Rehearsal) -> str:
         strength = f"{shift.strength:.2f}" if shift.strength else ""
         both = [format_score(value, record.task) for value in (guess, truth)]
         rows.append([shift.name, shift.family, strength, *scores, names[number], *both])
+    # The first row is home itself.
+    simulated = sum(shift.family != "none" for shift in record.shifts)
     source = "with labels" if record.labelled else "without labels: scores compare with its own clean answers"
     at_home = format_score(record.score, record.task)
     unit = " points" if record.task == "classes" else ""
     error = (100 if record.task == "classes" else 1) * record.mean_error
     lines = [
-        f"Rehearsal of {len(record.shifts)} simulated shifts on {record.samples:,} samples from home, {source}",
+        f"Rehearsal of {simulated} simulated shifts on {record.samples:,} samples from home, {source}",
         f"  {record.metric} at home {at_home}; sizes {', '.join(f'{size:,}' for size in record.sizes)}",
         *_describe_groups(record),
         *_tabulate(head, rows, left={0, 1, len(head) - 3}),
