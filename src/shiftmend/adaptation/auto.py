@@ -493,6 +493,9 @@ def _finish_rehearsed(
         lost = find_loss(after, record)
         result.shares = estimate_shares(chosen.reading.outputs, record, lost=lost)
         result.changed = tell_change(measure_other_shares(result.shares, record), result.shares.samples, record, lost)
+        if result.changed == "device" and estimator.looks_good(UNTOUCHED, trials[0].signals, size):
+            # Before, features were as close to home as those of good models, so that nothing has to have changed.
+            result.changed = None
         if result.changed == "both" and not chosen.method.frees_shares:
             reasons = [*reasons, SHARES_CHANGED_TOO]
             after = estimator.estimate(name, chosen.signals, size, chosen=True, distance=apart, reasons=reasons)
