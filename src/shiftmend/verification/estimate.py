@@ -1288,7 +1288,7 @@ class Estimator:
         expected = mean + self._expect_change(shares)
         return skewed > HOME_DEVIATIONS and signals["confidence"] >= expected - AS_CERTAIN - 2 * deviation
 
-    def lies_in_range(self, signals: Mapping[str, float], samples: int) -> bool:
+    def lies_in_range(self, signals: Mapping[str, float], samples: int, margin: float = MAX_OUTSIDE) -> bool:
         """Return whether the features lie within their range at home, which only another device makes them leave.
 
         Home data that drifted away from the profile already lie outside. That hides a new device, so the answer is
@@ -1297,11 +1297,12 @@ class Estimator:
         Args:
             signals: Signals of the untouched model.
             samples: Number of samples that the signals come from.
+            margin: Share of the features that may lie outside beyond chance.
         """
         mean, deviation = self._describe_home("outside", samples)
         if not math.isfinite(mean):
             return True
-        return mean <= MAX_OUTSIDE and signals.get("outside", 0.0) <= mean + HOME_DEVIATIONS * deviation + MAX_OUTSIDE
+        return mean <= MAX_OUTSIDE and signals.get("outside", 0.0) <= mean + HOME_DEVIATIONS * deviation + margin
 
     def _expect_change(self, shares: Tensor | None) -> float:
         """Return the change of confidence that other class shares cause, from the accuracy of each class at home."""

@@ -107,10 +107,11 @@ def looks_like_selection(untouched: Reading, record: Rehearsal) -> bool:
     left = untouched.left_by_selection
     if left is None:
         return False
-    limit = MAX_LEFT_IN_DOUBT if untouched.signals.get("offset", 0.0) >= MOVED_OUTPUTS else MAX_LEFT
-    if not left <= limit:
-        return False
-    return Estimator(record).lies_in_range(untouched.signals, untouched.samples)
+    estimator, signals = Estimator(record), untouched.signals
+    if left <= MAX_LEFT:
+        return estimator.lies_in_range(signals, untouched.samples)
+    has_moved = signals.get("offset", 0.0) >= MOVED_OUTPUTS
+    return left <= MAX_LEFT_IN_DOUBT and has_moved and estimator.lies_in_range(signals, untouched.samples, margin=0.0)
 
 
 def find_worse_answers(before: Reading, after: Reading, profile: Profile) -> list[str]:

@@ -811,7 +811,7 @@ def test_what_nobody_waits_for_is_cancelled(cluster: Any, tmp_path: Path, root: 
     with execution.on_ray(job, 2) as execute:
         next(execute(cells))
     # all of them would take many times as long
-    assert eventually(lambda: cluster.available_resources().get("CPU") == 2, seconds=5)
+    assert eventually(lambda: cluster.available_resources().get("CPU") == 2, seconds=10)
 
 
 @pytest.mark.slow

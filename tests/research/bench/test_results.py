@@ -192,6 +192,7 @@ BY_SCRIPTS = (
     "architectures",
     "emnist-da-analyses",
     "unrehearsed",
+    "selections",
 )
 """Files in `results/` that scripts in `benchmarks/` write, in a form of their own."""
 FILES = sorted(file for file in (Path(__file__).parents[3] / "results").glob("*.json") if file.stem not in BY_SCRIPTS)
