@@ -28,7 +28,7 @@ from shiftmend.adaptation.auto import (
 )
 from shiftmend.adaptation.result import Adaptation
 from shiftmend.engine.method import describe_method
-from shiftmend.errors import AdaptationError
+from shiftmend.errors import AdaptationError, ProfileError
 from shiftmend.methods import METHODS
 from shiftmend.methods.adabn import AdaBN
 from shiftmend.methods.fr import FR
@@ -634,6 +634,18 @@ def test_clusters_travel_in_the_file(tmp_path: Path) -> None:
     assert torch.equal(read.cluster_centres, profile.rehearsal.cluster_centres)
     assert float(read.label_shares.sum()) == pytest.approx(1)
     assert len(read.by_class["slices"]) == len(read.cluster_centres)
+    negative = read.cluster_centres.clone()
+    negative[0, -1] = -0.1
+    damaged = {
+        "NaN": replace(read, cluster_centres=read.cluster_centres * math.nan),
+        "negative": replace(read, cluster_centres=negative),
+        "as many classes": replace(read, cluster_centres=read.cluster_centres[1:]),
+        "without histograms": replace(read, by_class={}),
+    }
+    for words, record in damaged.items():
+        assert words in str(record.find_problem())
+    with pytest.raises(ProfileError, match="slices"):
+        replace(profile, rehearsal=replace(read, cluster_centres=read.cluster_centres[:, 1:])).save(tmp_path / "q")
 
 
 @pytest.mark.slow

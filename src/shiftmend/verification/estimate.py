@@ -33,8 +33,8 @@ LEVEL = 0.9
 MIN_FAMILIES = 9
 """Smallest number of families for an interval of that level: the largest of eight errors covers only eight ninths."""
 MANY_FAMILIES = 11
-"""Number of families below which errors are taken to grow with the difficulty, and so is a wide interval. Of ten
-simulated devices, errors may look constant where those at ruined sites are four times as large."""
+"""Number of families below which intervals allow for errors that grow with the difficulty. With few simulated devices,
+errors may look constant although they are far larger at ruined sites."""
 MAP_COUNTS = (3, 6)
 """Numbers of maps whose median may be the estimate. The rehearsal chooses between them: three if few signals are
 useful, such as the untouched model's agreement with adapted ones; six if a single map may mislead."""

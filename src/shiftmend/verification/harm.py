@@ -32,11 +32,11 @@ MAX_LEFT = 0.25
 """Share of the divergence beyond chance that a selection of home's samples may leave. Most devices leave more, unless
 they move samples towards each other, as low gain and saturation do; see `benchmarks/selections.py`."""
 MAX_LEFT_IN_DOUBT = 0.6
-"""The same for a selection that another device may have measured."""
+"""The same for a selection that was perhaps measured by another device."""
 MOVED_OUTPUTS = 0.5
-"""Offset of the mean output, in deviations at home, from which on such a selection is rather assumed than not, because
-forcing the outputs back to home would do much harm."""
-BOTH_POSSIBLE = "samples may be selected otherwise than at home, beside another device"
+"""Offset of the mean output, in deviations at home, from which on a doubtful case counts as a selection. Aligning would
+force the mean back to that of home, which does much harm if the samples differ."""
+BOTH_POSSIBLE = "the device may have changed, and the samples may be a selection of those at home"
 OTHER_SAMPLES = "the inputs look like a selection of the samples at home rather than another device"
 ADVICE = 'compare with the model as it came; try method="auto" with a rehearsed profile (shiftmend.rehearse)'
 ADVICE_IF_REHEARSED = 'label some samples to be sure; method="auto" would weigh these signs'
@@ -154,7 +154,7 @@ def find_harm(
             return []
         # A method that estimates class shares is not misled by them, and may rightly predict other classes.
         if profile.rehearsal is not None and looks_like_selection(readings[0], profile.rehearsal):
-            found.append(f"{OTHER_SAMPLES}, and aligning makes their answers those of all samples then")
+            found.append(f"{OTHER_SAMPLES}, and aligning would make the answers resemble those of all samples at home")
         if readings[1].shares is None:
             if answers_other_classes(readings[0], profile):
                 found.append(f"before, {OTHER_SHARES}, and aligning pushes samples into wrong classes then")
