@@ -166,7 +166,8 @@ def rehearse(
         quick: Leave out the slowest candidates (FR, BUFR-IM), the small size and three shifts.
         per_class: Store histograms of each class, which `fr-shares` and `shiftmend.shares` need. They are left out
             anyway where they would take more than 192 KiB. With them, with labels and with `fr-shares` among the
-            candidates, sites of other class shares are rehearsed as well.
+            candidates, sites of other class shares are rehearsed as well. For a regression, histograms of clusters of
+            the samples are stored, by which `adapt` tells other samples from another device.
         groups: Name or number of the group of each home sample, if samples come in groups: frames of one patient,
             windows of one recording, photographs of one object. Samples of a group resemble each other, so intervals
             are wider, and draws from home consist of whole groups. Sites are assumed to have groups of the same size.
