@@ -19,7 +19,7 @@ from bench_models import Deadline, Given, RowFile
 from shiftmend.engine import schedule
 from shiftmend.engine.history import Epoch
 from shiftmend.research.bench.benchmark import Cell, Outcome, Result, Target
-from time_to_mend import ELSEWHERE, KEY, Table, Wishes
+from time_to_mend import KEY, Table, Wishes
 
 MANIFEST = {"benchmark": "digits"}
 
@@ -82,7 +82,7 @@ def test_steps_are_those_of_the_history_or_whole_epochs() -> None:
 
 def test_targets_that_were_not_measured_are_not_called_met() -> None:
     findings = time_to_mend.find_targets({})
-    assert len(findings) == 12
+    assert len(findings) == 9
     assert {finding.met for finding in findings} == {None}
     assert {finding.measured for finding in findings} == {"not measured"}
 
@@ -106,15 +106,19 @@ def test_accuracy_is_compared_in_pairs(accuracy: float, met: bool) -> None:
     assert found(rows, "steps as a share").met
 
 
-def test_published_figures_of_other_models_are_not_called_paired() -> None:
-    rows = [auto("sky", 1, 0.8), auto("bricks", 1, 0.5), row("sky", 2, "bufr", ELSEWHERE, 0.82, steps=200)]
-    finding = found(rows, "accuracy less")
-    assert (finding.met, finding.measured[:6]) == (False, "-2.00 ")
-    assert "not paired" in finding.measured
-    assert not found(rows, "steps as a share").met
-    shown = time_to_mend.tabulate(Table("emnist-da", rows), "bufr")
-    assert "published, other models" in shown
-    assert "| published |" not in shown
+def test_seconds_beside_other_processes_do_not_count() -> None:
+    slow = auto("sky", 2, 0.8) | {"seconds": 9.0, "beside_others": True}
+    finding = found([auto("sky", 1, 0.8), slow], "from arrays")
+    assert (finding.met, finding.measured) == (True, "median 2.00, longest 2.00 (1 run)")
+    published = row("sky", 1, "bufr", "published", 0.8, steps=400)
+    assert "2 runs" in found([auto("sky", 1, 0.8), slow, published], "steps as a share").measured
+
+
+def test_means_are_over_seeds_that_have_the_same_shifts() -> None:
+    rows = [auto("sky", 1, 0.8), auto("bricks", 1, 0.6), auto("sky", 2, 0.9), auto("bricks", 2, 0.7), auto("sky", 3, 1.0)]
+    table = Table("emnist-da", rows)
+    assert table.group_seeds("bufr") == [[1, 2], [3]]
+    assert table.keep([1, 2]).values(None, "bufr", "auto", "accuracy") == [0.8, 0.6, 0.9, 0.7]
 
 
 def test_a_single_shift_below_adabn_misses_the_target() -> None:
@@ -129,7 +133,7 @@ def test_a_single_shift_below_adabn_misses_the_target() -> None:
 def test_the_longest_run_decides_about_seconds() -> None:
     rows = [auto("sky", 1, 0.8), auto("sky", 2, 0.8) | {"seconds": 3.0}]
     finding = found(rows, "from arrays")
-    assert (finding.met, finding.measured) == (False, "median 2.50, longest 3.00 (2 runs)")
+    assert (finding.met, finding.measured) == (False, "median 2.50, longest 3.00 (2 runs, 1 longer)")
     assert found(rows[:1], "from arrays").met
     assert found(rows[:1], "outside rounds").measured == "0.15 (1 run)"
 
@@ -157,8 +161,6 @@ def test_stored_cells_count_only_if_their_source_model_has_equal_weights(
     (only,) = rows.values()
     assert (only["steps"], only["steps_until_best"]) == (24, 12)
     assert "1 cells" in capsys.readouterr().out
-    rows = time_to_mend.find_stored(given, Path("store"), ["bufr"], [1, 2], other_models=True)
-    assert [key[2:] for key in rows] == [(1, "bufr", "published"), (2, "bufr", ELSEWHERE)]
 
 
 def test_a_missing_source_model_is_not_trained_by_surprise(tmp_path: Path) -> None:
