@@ -460,8 +460,11 @@ def judge_case(estimator: Estimator, row: Row) -> Row:
         kind, chosen = "shifted", estimator.choose(signals, samples, strict)
         own, distance = estimator.estimate(UNTOUCHED, signals[UNTOUCHED], samples), cells[chosen].get("distance", 0.0)
         told = estimator.estimate(chosen, signals[chosen], samples, chosen=True, distance=distance)
-        agreed = estimator.estimate_before(own, told, chosen, signals[UNTOUCHED], samples, distance=distance)
-        before, after = describe_estimate(agreed), describe_estimate(told)
+        after = describe_estimate(told)
+        before = after
+        if chosen != UNTOUCHED:
+            agreed = estimator.estimate_before(own, told, chosen, signals[UNTOUCHED], samples, distance=distance)
+            before = describe_estimate(agreed)
     truth = {name: cell["score"] for name, cell in cells.items()}
     value = after["value"] if after["told"] or after["range"] else None
     return {

@@ -180,6 +180,31 @@ def test_the_untouched_model_wins_a_tie(monkeypatch: pytest.MonkeyPatch) -> None
     assert "no candidate is clearly better" in result.reason
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("has_skew", [False, True])
+def test_an_untouched_model_that_is_kept_has_one_estimate(monkeypatch: pytest.MonkeyPatch, has_skew: bool) -> None:
+    chosen: list[bool] = []
+    estimate = Estimator.estimate
+
+    def spy(self: Estimator, *arguments: Any, **options: Any) -> Estimate:
+        if arguments[0] == UNTOUCHED:
+            chosen.append(bool(options.get("chosen")))
+        return estimate(self, *arguments, **options)
+
+    monkeypatch.setattr(Estimator, "estimate", spy)
+    monkeypatch.setattr(Estimator, "choose", lambda *_: UNTOUCHED)
+    monkeypatch.setattr("shiftmend.adaptation.auto.answers_other_classes", lambda *_: has_skew)
+    monkeypatch.setattr("shiftmend.adaptation.auto.shares_explain", lambda *_: False)
+    result = adapt(shifted().inputs, candidates=["fr"])
+    assert_untouched(result)
+    assert chosen[-1], "the interval is that of what auto chooses"
+    assert result.estimate is not None
+    assert result.estimate.before is result.estimate.after is result.candidates[0].estimate
+    assert result.estimate.after is not None
+    assert any("class" in reason for reason in result.estimate.after.reasons) is has_skew
+    assert not (has_skew and result.estimate.after.reliable)
+
+
 # ---- what goes wrong
 
 

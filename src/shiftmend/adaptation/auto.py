@@ -461,6 +461,7 @@ def _finish_rehearsed(
     doubts = [BOTH_POSSIBLE] if left is not None and left <= MAX_LEFT_IN_DOUBT else []
     tried: list[Candidate] = []
     readings: dict[str, dict[str, float]] = {}
+    withheld: dict[str, list[str]] = {}
     for trial in trials:
         if trial.reading is None:
             tried.append(Candidate(trial.name, None, {}, trial.seconds, trial.failure))
@@ -470,7 +471,7 @@ def _finish_rehearsed(
             # Its signals are those of other class shares, which were not rehearsed for them.
             reasons = [OTHER_SHARES, *reasons]
         apart = trial.reading.measure_distance(record)
-        why = reasons if trial.name == UNTOUCHED else [*reasons, *doubts]
+        why = withheld[trial.name] = reasons if trial.name == UNTOUCHED else [*reasons, *doubts]
         estimate = estimator.estimate(trial.name, trial.signals, trial.reading.samples, reasons=why, distance=apart)
         credible = not has_skew or (
             free is not None
@@ -485,8 +486,7 @@ def _finish_rehearsed(
     chosen = next(trial for trial in trials if trial.name == name)
     assert chosen.adaptation is not None
     assert chosen.reading is not None
-    reasons = record.find_differences(describe_method(chosen.method)) + (doubts if name != UNTOUCHED else [])
-    apart, size = chosen.reading.measure_distance(record), chosen.reading.samples
+    reasons, apart, size = withheld[name], chosen.reading.measure_distance(record), chosen.reading.samples
     after = estimator.estimate(name, chosen.signals, size, chosen=True, distance=apart, reasons=reasons)
     result = chosen.adaptation
     if record.task == "classes" and record.confusion.numel() and name != UNTOUCHED:
@@ -500,9 +500,15 @@ def _finish_rehearsed(
             reasons = [*reasons, SHARES_CHANGED_TOO]
             after = estimator.estimate(name, chosen.signals, size, chosen=True, distance=apart, reasons=reasons)
     before = tried[0].estimate
-    if name != UNTOUCHED and before is not None:
-        before = estimator.estimate_before(before, after, name, trials[0].signals, size, distance=apart)
-        tried[0] = replace(tried[0], estimate=before)
+    assert before is not None
+    # The same model gets one estimate. The wider one counts: a model may have been kept because its own signals flatter
+    # it.
+    before = (
+        after
+        if name == UNTOUCHED
+        else estimator.estimate_before(before, after, name, trials[0].signals, size, distance=apart)
+    )
+    tried[0] = replace(tried[0], estimate=before)
     reason = _explain_choice(name, after, has_skew=has_skew)
     _complete(result, Estimates(before, after), tuple(tried), reason, record)
     if calibrate and name != UNTOUCHED:
