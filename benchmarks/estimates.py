@@ -619,13 +619,14 @@ Half of the test images rehearse at home, the other half is the site; no image i
 every candidate and read without labels. For the headline, maps are fitted without every rehearsed shift of the family
 of the test shift. *Told* are the targets that get a number. Some of the others get a *range*, an interval without a
 number, as it is wide; the rest is told that nobody can know, and why. All figures are percentage points unless they are
-counts. EMNIST is rebuilt, with stand-ins for the textures of five
-backgrounds; CIFAR-10-C is regenerated. Of CIFAR-10-C, seed 123 was measured by an earlier schedule, and seed 789 by the
-present one, at 13 of 20 sites and with four candidates.
+counts. EMNIST is rebuilt, with stand-ins for the textures of five backgrounds; CIFAR-10-C and MNIST-C are regenerated.
+Of CIFAR-10-C, seed 123 was measured by an earlier schedule, and seed 789 by the present one, at 13 of 20 sites and with
+four candidates.
 
-**These cells were looked at while the estimator was built**: how many maps it takes the median of, how intervals may
-grow, and from which gain on a candidate is preferred were chosen among a few values by what they gave here. Figures on
-models and devices that nobody has looked at may be worse.
+**The cells of EMNIST-DA, CIFAR-10-C and digits were looked at while the estimator was built**: how many maps it takes
+the median of, how intervals may grow, and from which gain on a candidate is preferred were chosen among a few values by
+what they gave there. **MNIST-C, MNIST-M and USPS were measured once, afterwards**, and nothing was chosen by them. One
+thing was changed since: a model that `auto` leaves alone has one estimate, with the wider interval, before and after.
 
 ## The benchmarks
 
@@ -635,6 +636,10 @@ models and devices that nobody has looked at may be worse.
 had been withheld. *Held* is the share of 90 % intervals that contain the truth. *Half-width* is the median. *Far off*
 counts estimates that are off by more than 10 points. *Error before* is that of the untouched model; it is
 told from its own maps or from its agreement with the returned model.
+
+On MNIST-C fewer targets get a number than aimed at. Accuracy there is between 97 and 99.5 % after mending, and the
+largest error at home, 27 points for strong compression, makes intervals so wide that four targets get a range; digits
+that were moved in the image cannot be mended, and get neither. USPS, which has other class shares, gets neither, too.
 
 Half-widths on EMNIST-DA miss their aim though errors are small and all intervals hold. With a dozen families, an
 interval of 90 % must reach as far as the largest of their errors at home, and ruined shifts such as strong compression
