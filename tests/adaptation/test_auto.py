@@ -192,7 +192,7 @@ def test_an_untouched_model_that_is_kept_has_one_estimate(monkeypatch: pytest.Mo
         return estimate(self, *arguments, **options)
 
     monkeypatch.setattr(Estimator, "estimate", spy)
-    monkeypatch.setattr(Estimator, "choose", lambda *_: UNTOUCHED)
+    monkeypatch.setattr(Estimator, "choose", lambda *_, **__: UNTOUCHED)
     monkeypatch.setattr("shiftmend.adaptation.auto.answers_other_classes", lambda *_: has_skew)
     monkeypatch.setattr("shiftmend.adaptation.auto.shares_explain", lambda *_: False)
     result = adapt(shifted().inputs, candidates=["fr"])
@@ -305,7 +305,7 @@ def test_where_nothing_is_taken_rejected_candidates_tell_nothing_of_the_untouche
 ) -> None:
     """With 5 % positives at home and others at the site, a rejected candidate told 88.9 % where 60.2 were true."""
     site = shifted()
-    monkeypatch.setattr(Estimator, "choose", lambda *given: UNTOUCHED)
+    monkeypatch.setattr(Estimator, "choose", lambda *_, **__: UNTOUCHED)
     result = adapt(site.inputs)
     assert_untouched(result)
     assert any(one.estimate is not None and one.estimate.reliable for one in result.candidates[1:])

@@ -887,6 +887,34 @@ def test_errors_of_a_regression_obey_the_triangle_inequality() -> None:
         assert bound[0] <= before <= bound[2]
 
 
+@pytest.mark.parametrize(
+    ("half", "own", "mended", "chosen"),
+    [
+        (0.05, 0.6, (), "bufr"),  # Its estimate could be told.
+        (0.2, 0.4, ("bufr",), "bufr"),  # A range that begins above the untouched model's.
+        (0.2, 0.4, (), UNTOUCHED),  # Class shares alone may be what changed.
+        (0.2, 0.55, ("bufr",), UNTOUCHED),  # The intervals overlap.
+    ],
+)
+def test_a_strict_candidate_with_a_wide_interval_has_to_be_clearly_better(
+    monkeypatch: pytest.MonkeyPatch, half: float, own: float, mended: tuple[str, ...], chosen: str
+) -> None:
+    record = make_record(noise=0.002)
+    best = int(record.scores[:, 0, 1].argmax())
+    readings = {name: signals_of(record, best, name) for name in record.candidates}
+    values = {UNTOUCHED: (own, 0.1), "bufr": (0.8, half)}
+    estimator = Estimator(record)
+    predict = estimator.predict
+
+    def fixed(candidate: str, signals: Any, samples: int) -> Any:
+        told = predict(candidate, signals, samples)
+        return None if told is None else replace(told, value=values[candidate][0])
+
+    monkeypatch.setattr(estimator, "predict", fixed)
+    monkeypatch.setattr(estimator, "find_width", lambda name, *_, **__: (values[name][1], True))
+    assert estimator.choose(readings, 1000, strict=["bufr"], only=[UNTOUCHED, "bufr"], mended=mended) == chosen
+
+
 def test_a_candidate_is_compared_with_what_its_agreement_tells_of_the_untouched_model() -> None:
     record, signals = agreeing_record()
     estimator = Estimator(record)

@@ -482,7 +482,10 @@ def _finish_rehearsed(
         tried.append(Candidate(trial.name, estimate, trial.signals, trial.seconds, trial.failure))
     assert trials[0].reading is not None
     strict = [trial.name for trial in trials if trial.method.frees_shares]
-    name = estimator.choose(readings, trials[0].reading.samples, strict)
+    if strict and free is None:
+        free = compare_with_free_shares(task, trials[0])
+    mended = [name for name in strict if name in readings and free and is_mended(readings[name], free.signals)]
+    name = estimator.choose(readings, trials[0].reading.samples, strict, mended=mended)
     chosen = next(trial for trial in trials if trial.name == name)
     assert chosen.adaptation is not None
     assert chosen.reading is not None

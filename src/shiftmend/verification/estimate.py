@@ -793,6 +793,7 @@ class Estimator:
         samples: int,
         strict: Collection[str] = (),
         only: Collection[str] | None = None,
+        mended: Collection[str] = (),
     ) -> str:
         """Choose among candidates by their signals.
 
@@ -802,8 +803,11 @@ class Estimator:
         Args:
             readings: Signals by candidate, the untouched model among them.
             samples: Samples at the site.
-            strict: Candidates that take part only if their estimate could be told.
+            strict: Candidates that take part only if their estimate could be told, or if they are `mended` and their
+                interval lies wholly on the better side of the untouched model's.
             only: Candidates that take part at all; None for all of them.
+            mended: Candidates whose features came much closer to home than those of the untouched model would for any
+                class shares.
         """
         told: dict[str, tuple[float, float]] = {}
         readings = {name: signals for name, signals in readings.items() if only is None or name in only}
@@ -817,7 +821,10 @@ class Estimator:
             for name, one in told.items()
             if name == UNTOUCHED
             or (name not in strict and self._is_overwhelming(one[0], told.get(UNTOUCHED), readings[UNTOUCHED]))
-            or ((name not in strict or one[1] <= self._widest) and not self.find_doubts(name, readings[name], samples))
+            or (
+                (name not in strict or one[1] <= self._widest or (name in mended and self._is_apart(one, told)))
+                and not self.find_doubts(name, readings[name], samples)
+            )
         }
         least = Cells.of(self.record, UNTOUCHED, -1).least
         once_chosen = {name: self._describe_choice(name, readings[name], samples) for name in held}
@@ -856,6 +863,14 @@ class Estimator:
         if self.looks_good(candidate, signals, samples):
             return 2, half
         return int(limits is None or signals["slices"] <= limits.failed), half
+
+    def _is_apart(self, one: tuple[float, float], told: Mapping[str, tuple[float, float]]) -> bool:
+        """Return whether an interval lies wholly on the better side of the untouched model's."""
+        if UNTOUCHED not in told:
+            return False
+        (value, half), (own, around) = one, told[UNTOUCHED]
+        gain = value - own if self.record.higher_is_better else own - value
+        return gain > half + around
 
     def _is_overwhelming(
         self, value: float, untouched: tuple[float, float] | None, signals: Mapping[str, float]
