@@ -161,9 +161,7 @@ def describe_cell(given: Given, result: Result) -> Row:
     }
 
 
-def find_stored(
-    given: Given, store: Path, methods: Sequence[str], seeds: Sequence[int]
-) -> dict[tuple[Any, ...], Row]:
+def find_stored(given: Given, store: Path, methods: Sequence[str], seeds: Sequence[int]) -> dict[tuple[Any, ...], Row]:
     """Return rows of the published schedule from a store or a compact file, where source models have equal weights."""
     found: dict[tuple[Any, ...], Row] = {}
     reading = read(given.benchmark.name, store, methods=list(methods), seeds=list(seeds), root=given.resources.root)
@@ -521,9 +519,9 @@ def write_page(file: RowFile) -> str:
         "looking at labels. "
         "*Auto* is the state that it returns. *Best round* is the best state on the way of another such run, *its best "
         "epoch* that of the published schedule; to find either takes labels. Steps and seconds are those of the whole "
-        "run, and *until kept* those up to the returned state. Seconds are those of one call of `adapt` from arrays on the host, in a "
-        "process that has run once before, checks and verification included. Accuracy in percent; all figures are "
-        "means over shifts and seeds. `--only-page` without `--page` prints each shift.",
+        "run, and *until kept* those up to the returned state. Seconds are those of one call of `adapt` from arrays on "
+        "the host, in a process that has run once before, checks and verification included. Accuracy in percent; all "
+        "figures are means over shifts and seeds. `--only-page` without `--page` prints each shift.",
     ]
     if {"emnist-da", *CIFAR} & set(names):
         parts += ["## Targets", tabulate_targets(find_targets(tables))]
@@ -533,7 +531,7 @@ def write_page(file: RowFile) -> str:
             parts.append("Nothing is published for digits: *published* is the quick schedule of this benchmark.")
         used = {row["manifest"] for row in file.rows if row["benchmark"] == name}
         parts += describe_manifests([file.manifests[known] for known in file.manifests if known in used])
-        for method, seeds in [(method, seeds) for method in table.methods() for seeds in table.group_seeds(method)]:
+        for method, seeds in ((one, seeds) for one in table.methods() for seeds in table.group_seeds(one)):
             some = table.keep(seeds)
             parts.append(f"### `{method}`, {'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}")
             parts.append(tabulate(some, method, each_shift=False))

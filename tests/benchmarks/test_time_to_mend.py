@@ -115,7 +115,13 @@ def test_seconds_beside_other_processes_do_not_count() -> None:
 
 
 def test_means_are_over_seeds_that_have_the_same_shifts() -> None:
-    rows = [auto("sky", 1, 0.8), auto("bricks", 1, 0.6), auto("sky", 2, 0.9), auto("bricks", 2, 0.7), auto("sky", 3, 1.0)]
+    rows = [
+        auto("sky", 1, 0.8),
+        auto("bricks", 1, 0.6),
+        auto("sky", 2, 0.9),
+        auto("bricks", 2, 0.7),
+        auto("sky", 3, 1.0),
+    ]
     table = Table("emnist-da", rows)
     assert table.group_seeds("bufr") == [[1, 2], [3]]
     assert table.keep([1, 2]).values(None, "bufr", "auto", "accuracy") == [0.8, 0.6, 0.9, 0.7]
