@@ -752,7 +752,7 @@ def judge_estimates(rows: Sequence[Row], data: str) -> Iterator[str]:
         ranges = [row for row in own if row[name]["value"] is None and row[name]["low"] is not None]
         if ranges:
             held = [row[name]["low"] <= row[f"true_{name}"] <= row[name]["high"] for row in ranges]
-            line += f". A range without a number: {len(ranges)} times; {sum(held)} contain the truth"
+            line += f". Ranges without a number: {len(ranges)}; {sum(held)} contain the truth"
         yield line + "."
     chosen = [name_candidate(row["chosen"]) for row in own]
     counts = ", ".join(f"{name} {chosen.count(name)}" for name in sorted(set(chosen), key=chosen.count, reverse=True))
