@@ -484,7 +484,7 @@ def _finish_rehearsed(
     strict = [trial.name for trial in trials if trial.method.frees_shares]
     if strict and free is None:
         free = compare_with_free_shares(task, trials[0])
-    mended = [name for name in strict if name in readings and free and is_mended(readings[name], free.signals)]
+    mended = [one for one in strict if free is not None and one in readings and is_mended(readings[one], free.signals)]
     name = estimator.choose(readings, trials[0].reading.samples, strict, mended=mended)
     chosen = next(trial for trial in trials if trial.name == name)
     assert chosen.adaptation is not None
