@@ -592,6 +592,22 @@ def test_a_certain_model_is_mended_only_if_features_come_closer_and_the_estimate
     assert [one.name for one in result.candidates] == [UNTOUCHED, *CANDIDATES]
 
 
+@pytest.mark.slow
+def test_a_candidate_with_shares_beyond_what_was_rehearsed_does_not_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    rehearsed()
+    asked: list[float] = []
+
+    def far(self: Estimator, distance: float) -> str | None:
+        asked.append(distance)
+        return "class shares differ too much"
+
+    monkeypatch.setattr(Estimator, "check_distance", far)
+    result = adapt(shifted().inputs)
+    assert_untouched(result)
+    assert asked
+    assert all("too much" in str(one.estimate) for one in result.candidates if one.name != UNTOUCHED)
+
+
 # ---- regressions
 
 

@@ -740,6 +740,25 @@ def test_an_interval_for_other_shares_is_as_wide_as_errors_were_at_home() -> Non
     assert other.value - other.low == pytest.approx(math.hypot(plain.value - plain.low, 0.03))
 
 
+def test_shares_farther_than_behind_any_rehearsed_device_get_no_estimate() -> None:
+    """On another data set, `fr-shares` found wrong shares, 0.74 from home: 87 % was predicted, 41 % was true."""
+    record = make_record(noise=0.002)
+    signals = signals_of(record, 0, "bufr")
+    sites = [
+        RehearsedSite(device, "tail 10", 400, distance, 0.2, None, UNTOUCHED, 0.9, None, None, {"bufr": 0.0})
+        for device, distance in [(record.shifts[0].name, 0.9), *[("gain", 0.5)] * 4]
+    ]
+    estimator = Estimator(replace(record, sites=tuple(sites)))
+    assert estimator.check_distance(0.54) is None
+    assert estimator.estimate("bufr", signals, 1000, distance=0.54).reliable
+    far = estimator.estimate("bufr", signals, 1000, distance=0.74)
+    assert far.value is None
+    assert far.reasons == (estimator.check_distance(0.74),)
+    assert "0.74" in far.reasons[0]
+    assert "0.50" in far.reasons[0]
+    assert Estimator(record).check_distance(0.74) is None, "nothing was rehearsed"
+
+
 def test_the_error_beyond_an_interval_is_measured_by_distance() -> None:
     record = make_record(noise=0.002)
     estimator = Estimator(record)

@@ -477,7 +477,7 @@ def _finish_rehearsed(
             free is not None
             and may_replace(trial.name, estimate, trial.signals, free.signals, record, trial.reading.samples)
         )
-        if trial.name == UNTOUCHED or (not reasons and credible):
+        if trial.name == UNTOUCHED or (not reasons and credible and estimator.check_distance(apart) is None):
             readings[trial.name] = trial.signals
         tried.append(Candidate(trial.name, estimate, trial.signals, trial.seconds, trial.failure))
     assert trials[0].reading is not None

@@ -284,6 +284,13 @@ class Rehearsal:
         errors = [site.share_errors[candidate] for site in self.sites if candidate in site.share_errors]
         return max(errors) if len(errors) >= MIN_SITES_TOLD else None
 
+    def find_farthest_shares(self) -> float | None:
+        """Return the largest distance between class shares that was rehearsed behind another device; None if none was.
+
+        Behind the device of home, a candidate that leaves class shares free begins near the right ones.
+        """
+        return max((site.distance for site in self.sites if site.device != self.shifts[0].name), default=0.0) or None
+
     def find_unexplained_limit(self, most: float, without: str | None = None) -> float:
         """Return how much divergence from home may be left unexplained by other class shares.
 

@@ -213,7 +213,11 @@ def _judge(estimator: Estimator, site: RehearsedSite, cell: Cell, free: Collecti
         if untouched["expected"] is None:
             return site
         return replace(site, told="patients", estimate=round(untouched["expected"], 4))
-    readings = {name: one["signals"] for name, one in cell.items() if name in record.candidates}
+    readings = {
+        name: one["signals"]
+        for name, one in cell.items()
+        if name in record.candidates and (name == UNTOUCHED or estimator.check_distance(one["distance"]) is None)
+    }
     estimates = {
         name: estimator.estimate(name, signals, site.samples, chosen=True, distance=cell[name]["distance"])
         for name, signals in readings.items()

@@ -92,6 +92,8 @@ AS_CERTAIN = 0.02
 """Drop of the mean confidence, beyond sampling noise, up to which a model counts as confident as at home. Other class
 shares cost at most 0.014 on EMNIST and digits; devices that cost more than five points of accuracy, at least 0.03."""
 
+MAX_DISTANCE_RATIO = 1.1
+"""Distance between class shares, as a multiple of the largest one that was rehearsed, up to which estimates hold."""
 TOO_MUCH_OPEN = "the signals leave too much open"
 OTHER_WEIGHTS = "the weights of the model are not those that the profile was made with"
 
@@ -964,6 +966,8 @@ class Estimator:
         by_distance = self.record.find_share_error(candidate)
         if by_distance is None and distance > UNREHEARSED_DISTANCE:
             found.append("too few rehearsed sites with other class shares got an estimate")
+        if far := self.check_distance(distance):
+            found.append(far)
         half = math.hypot(width, chance, (by_distance or 0.0) * distance)
         if half > self._widest or len(self.record.families) < MANY_FAMILIES:
             width, _ = self.find_width(candidate, signals, samples, told.difficulty, chosen=chosen, cautious=True)
@@ -977,6 +981,16 @@ class Estimator:
         if found:
             return Estimate(None, None, None, self.record.metric, tuple(found), (value, low, high))
         return self._tell(low, value, high)
+
+    def check_distance(self, distance: float) -> str | None:
+        """Say so if class shares differ more from home than they ever did behind a rehearsed device.
+
+        A candidate that leaves class shares free may then have found wrong ones, with features that look as at home.
+        """
+        farthest = self.record.find_farthest_shares()
+        if farthest is None or distance <= MAX_DISTANCE_RATIO * farthest:
+            return None
+        return f"class shares differ more than behind any rehearsed device ({distance:.2f}, up to {farthest:.2f})"
 
     def _place_ends(self, value: float, half: float) -> tuple[float, float, float]:
         """Return lower end, value and upper end of an interval, as scores, from the scale of the maps."""
