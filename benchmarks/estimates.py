@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from bench_models import Given, RowFile, TimeUp, Workers, labels_of, open_benchmark
 from shiftmend import adapt, shifts
-from shiftmend.adaptation.auto import list_candidates, try_candidates
+from shiftmend.adaptation.auto import FAR_SHARES, MUCH_CLOSER, forces_shares, list_candidates, try_candidates
 from shiftmend.adaptation.result import environment
 from shiftmend.adaptation.run import Settings, prepare
 from shiftmend.evaluation.classification import ClassificationMetrics
@@ -457,7 +457,11 @@ def judge_case(estimator: Estimator, row: Row) -> Row:
         before = after = {"range": False} | {name: told[name] for name in ("value", "low", "high", "told", "reasons")}
     else:
         strict = [name for name in cells if METHODS[name].frees_shares]
-        kind, chosen = "shifted", estimator.choose(signals, samples, strict)
+        # Stored cells lack the reading of the untouched model with free shares, so that its plain slices stand in.
+        closer = [name for name in strict if signals[name]["slices"] < MUCH_CLOSER * signals[UNTOUCHED]["slices"]]
+        is_far = any(cells[name].get("distance", 0.0) > FAR_SHARES for name in closer)
+        forcing = [name for name in cells if is_far and forces_shares(METHODS[name])]
+        kind, chosen = "shifted", estimator.choose(signals, samples, strict, forcing=forcing)
         own, distance = estimator.estimate(UNTOUCHED, signals[UNTOUCHED], samples), cells[chosen].get("distance", 0.0)
         told = estimator.estimate(chosen, signals[chosen], samples, chosen=True, distance=distance)
         after = describe_estimate(told)

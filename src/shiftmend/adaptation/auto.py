@@ -63,6 +63,9 @@ CANDIDATES = (UNTOUCHED, "match-mean", "match-moments", "adabn", "fr-shares", "f
 MUCH_CLOSER = 0.7
 """Slices, as a share of those of the untouched model, that a candidate must come below where no estimate holds: without
 a rehearsal, and where the untouched model is certain of other classes than home has."""
+FAR_SHARES = 0.2
+"""Distance of class shares from home, found by a candidate that leaves them free and mends the features, from which on
+candidates that force the shares of home have to be clearly better than the untouched model."""
 SIMPLER = 1.2
 """Without a rehearsal, the simplest candidate is kept whose slice divergence is within this factor of the lowest."""
 
@@ -482,10 +485,8 @@ def _finish_rehearsed(
         tried.append(Candidate(trial.name, estimate, trial.signals, trial.seconds, trial.failure))
     assert trials[0].reading is not None
     strict = [trial.name for trial in trials if trial.method.frees_shares]
-    if strict and free is None:
-        free = compare_with_free_shares(task, trials[0])
-    mended = [one for one in strict if free is not None and one in readings and is_mended(readings[one], free.signals)]
-    name = estimator.choose(readings, trials[0].reading.samples, strict, mended=mended)
+    forcing = _find_forcing(task, trials, free)
+    name = estimator.choose(readings, trials[0].reading.samples, strict, forcing=forcing)
     chosen = next(trial for trial in trials if trial.name == name)
     assert chosen.adaptation is not None
     assert chosen.reading is not None
@@ -517,6 +518,42 @@ def _finish_rehearsed(
     if calibrate and name != UNTOUCHED:
         calibrate_result(result, chosen.reading, task, output)
     return result
+
+
+def _find_forcing(task: Task, trials: Sequence[Trial], free: Reading | None) -> list[str]:
+    """Name the candidates that force the shares of home, if a candidate that leaves them free finds others.
+
+    Such a candidate counts only if it brings features much closer to home than any class shares would bring those of
+    the untouched model.
+
+    Args:
+        task: The task.
+        trials: All candidates, the untouched model first.
+        free: Reading of the untouched model with free class shares, if there is one already.
+    """
+    assert task.profile is not None
+    record = task.profile.rehearsal
+    assert record is not None
+    found = [
+        trial
+        for trial in trials
+        if trial.method.frees_shares
+        and trial.reading is not None
+        and trial.reading.measure_distance(record) > FAR_SHARES
+    ]
+    free = free if free is not None or not found else compare_with_free_shares(task, trials[0])
+    if free is None or not any(is_mended(trial.signals, free.signals) for trial in found):
+        return []
+    return [trial.name for trial in trials if forces_shares(trial.method)]
+
+
+def forces_shares(method: Method | type[Method]) -> bool:
+    """Return whether a method brings features home whatever the class shares are.
+
+    A map of the inputs has only a few numbers for all samples, with which it cannot push samples into other classes.
+    """
+    fixed = method.maps_inputs and not method.trains
+    return method.name != UNTOUCHED and not method.frees_shares and not fixed
 
 
 def _explain_choice(name: str, after: Estimate, *, has_skew: bool) -> str:

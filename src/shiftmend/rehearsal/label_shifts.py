@@ -18,7 +18,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shiftmend.adaptation.auto import find_loss, finds_home_shares, is_mended, may_replace, tell_change
+from shiftmend.adaptation.auto import (
+    FAR_SHARES,
+    find_loss,
+    finds_home_shares,
+    forces_shares,
+    is_mended,
+    may_replace,
+    tell_change,
+)
 from shiftmend.methods import METHODS
 from shiftmend.profiles.rehearsal import OTHER_PATIENTS, UNTOUCHED, Rehearsal, RehearsedSite
 from shiftmend.verification.estimate import Estimator
@@ -232,8 +240,10 @@ def _judge(estimator: Estimator, site: RehearsedSite, cell: Cell, free: Collecti
                 only.append(name)
         if any(finds_home_shares(name, estimates[name], readings[name], untouched["free"], record) for name in tried):
             only, left = None, None
-    mended = [name for name in free if name in readings and is_mended(readings[name], untouched["free"])]
-    name = estimator.choose(readings, site.samples, free, only, mended)
+    found = [name for name in free if name in cell and cell[name]["distance"] > FAR_SHARES]
+    is_far = any(is_mended(cell[name]["signals"], untouched["free"]) for name in found)
+    forcing = [name for name in readings if is_far and forces_shares(METHODS[name])]
+    name = estimator.choose(readings, site.samples, free, only, forcing)
     value = estimates[name].value if name != UNTOUCHED or left is None else None
     return replace(
         site,

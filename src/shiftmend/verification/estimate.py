@@ -795,7 +795,7 @@ class Estimator:
         samples: int,
         strict: Collection[str] = (),
         only: Collection[str] | None = None,
-        mended: Collection[str] = (),
+        forcing: Collection[str] = (),
     ) -> str:
         """Choose among candidates by their signals.
 
@@ -805,11 +805,10 @@ class Estimator:
         Args:
             readings: Signals by candidate, the untouched model among them.
             samples: Samples at the site.
-            strict: Candidates that take part only if their estimate could be told, or if they are `mended` and their
-                interval lies wholly on the better side of the untouched model's.
+            strict: Candidates that take part only if their estimate could be told.
             only: Candidates that take part at all; None for all of them.
-            mended: Candidates whose features came much closer to home than those of the untouched model would for any
-                class shares.
+            forcing: Candidates that bring features home whatever the class shares are. If their estimate could not be
+                told, they take part only if their interval lies wholly on the better side of the untouched model's.
         """
         told: dict[str, tuple[float, float]] = {}
         readings = {name: signals for name, signals in readings.items() if only is None or name in only}
@@ -818,16 +817,18 @@ class Estimator:
             if prediction is not None and (name == UNTOUCHED or not self.find_obstacles(name, signals, samples)):
                 half, _ = self.find_width(name, signals, samples, prediction.difficulty)
                 told[name] = prediction.value, half
-        held = {
-            name: one
-            for name, one in told.items()
-            if name == UNTOUCHED
-            or (name not in strict and self._is_overwhelming(one[0], told.get(UNTOUCHED), readings[UNTOUCHED]))
-            or (
-                (name not in strict or one[1] <= self._widest or (name in mended and self._is_apart(one, told)))
-                and not self.find_doubts(name, readings[name], samples)
-            )
-        }
+
+        def takes_part(name: str) -> bool:
+            if name == UNTOUCHED:
+                return True
+            is_wide = told[name][1] > self._widest
+            if is_wide and (name in strict or (name in forcing and not self._is_apart(name, readings, samples))):
+                return False
+            if name not in strict and self._is_overwhelming(told[name][0], told.get(UNTOUCHED), readings[UNTOUCHED]):
+                return True
+            return not self.find_doubts(name, readings[name], samples)
+
+        held = {name: one for name, one in told.items() if takes_part(name)}
         least = Cells.of(self.record, UNTOUCHED, -1).least
         once_chosen = {name: self._describe_choice(name, readings[name], samples) for name in held}
         references = self._find_references(held, readings, samples) if UNTOUCHED in held else None
@@ -866,13 +867,19 @@ class Estimator:
             return 2, half
         return int(limits is None or signals["slices"] <= limits.failed), half
 
-    def _is_apart(self, one: tuple[float, float], told: Mapping[str, tuple[float, float]]) -> bool:
-        """Return whether an interval lies wholly on the better side of the untouched model's."""
-        if UNTOUCHED not in told:
-            return False
-        (value, half), (own, around) = one, told[UNTOUCHED]
-        gain = value - own if self.record.higher_is_better else own - value
-        return gain > half + around
+    def _is_apart(self, candidate: str, readings: Mapping[str, Mapping[str, float]], samples: int) -> bool:
+        """Return whether a candidate's interval lies wholly on the better side of the untouched model's.
+
+        Intervals are the cautious ones, with errors that may grow with the difficulty.
+        """
+        gain, widths = 0.0, 0.0
+        for name, sign in ((candidate, 1.0), (UNTOUCHED, -1.0)):
+            told = self.predict(name, readings[name], samples) if name in readings else None
+            if told is None:
+                return False
+            gain += sign * told.value
+            widths += self.find_width(name, readings[name], samples, told.difficulty, cautious=True)[0]
+        return (gain if self.record.higher_is_better else -gain) > widths
 
     def _is_overwhelming(
         self, value: float, untouched: tuple[float, float] | None, signals: Mapping[str, float]
@@ -1247,7 +1254,8 @@ class Estimator:
         """Estimate the score of the untouched model if only class shares changed.
 
         Each class is predicted as well as at home. The interval covers sampling noise, the uncertainty of the shares,
-        and the largest loss of a device change that would go unnoticed.
+        and the largest loss of a device change that would go unnoticed. Where difficult classes are frequent, a device
+        changes more answers, for better or worse, so that the loss grows with the expected error.
 
         Args:
             shares: Estimated class shares of the site.
@@ -1266,8 +1274,9 @@ class Estimator:
         at_home = float((values.square() * known * (1 - known) / counts.clamp_min(1)).sum())
         variance = at_home + max(score * (1 - score), 1e-6) / shares.samples
         chance = NORMAL_QUANTILE * math.sqrt(record.design_effect * variance)
-        half = math.hypot(chance, unknown, max(AS_CERTAIN, hidden))
-        low, high = max(0.0, score - half), min(1.0, score + math.hypot(chance, unknown, AS_CERTAIN))
+        harder = max(1.0, (1 - score) / max(1 - record.score, 1 / record.samples))
+        half = math.hypot(chance, unknown, max(AS_CERTAIN, hidden * harder))
+        low, high = max(0.0, score - half), min(1.0, score + half)
         if shares.reasons:
             return Estimate(None, None, None, record.metric, tuple(shares.reasons), (score, low, high))
         return self._tell(low, score, high, f"there are too few samples ({shares.samples})")
