@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import shiftmend
 from shiftmend.adaptation.auto import CANDIDATES as CANDIDATES_OF_AUTO
 from shiftmend.adaptation.auto import (
+    FAR_SHARES,
     Trial,
     _choose_by_features,
     choose_usual,
@@ -590,6 +591,27 @@ def test_a_certain_model_is_mended_only_if_features_come_closer_and_the_estimate
     result = adapt(shifted().inputs)
     assert (result.manifest["method"]["name"] in CANDIDATES) == closer
     assert [one.name for one in result.candidates] == [UNTOUCHED, *CANDIDATES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("distance", "closer"), [(0.5, True), (0.1, True), (0.5, False)])
+def test_candidates_force_shares_only_where_others_were_found_that_mend(
+    monkeypatch: pytest.MonkeyPatch, distance: float, closer: bool
+) -> None:
+    rehearsed()
+    named: list[list[str]] = []
+
+    def choose(*_: Any, forcing: list[str], **__: Any) -> str:
+        named.append(forcing)
+        return UNTOUCHED
+
+    monkeypatch.setattr(AdaBN, "frees_shares", True)
+    monkeypatch.setattr(Estimator, "check_distance", lambda *_: None)
+    monkeypatch.setattr(Reading, "measure_distance", lambda *_: distance)
+    monkeypatch.setattr("shiftmend.adaptation.auto.is_mended", lambda *_: closer)
+    monkeypatch.setattr(Estimator, "choose", choose)
+    assert_untouched(adapt(shifted().inputs, candidates=["match-moments", "adabn", "fr"]))
+    assert named == [["fr"] if distance > FAR_SHARES and closer else []]
 
 
 @pytest.mark.slow
