@@ -629,8 +629,9 @@ four candidates.
 
 **The cells of EMNIST-DA, CIFAR-10-C and digits were looked at while the estimator was built**: how many maps it takes
 the median of, how intervals may grow, and from which gain on a candidate is preferred were chosen among a few values by
-what they gave there. **MNIST-C, MNIST-M and USPS were measured once, afterwards**, and nothing was chosen by them. One
-thing was changed since: a model that `auto` leaves alone has one estimate, with the wider interval, before and after.
+what they gave there. **MNIST-C, MNIST-M and USPS were measured once, afterwards**, and no limit was chosen by them.
+What was changed since makes `auto` more careful: a model that it leaves alone has one estimate, with the wider
+interval, and where class shares may be others, candidates that force those of home have to be clearly better.
 
 ## The benchmarks
 

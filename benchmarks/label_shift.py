@@ -359,7 +359,9 @@ from home. *Unknown* is `fr-shares`, *true shares* the same method given the sha
 the profile for them. *Balanced* is `fr-shares` on data with home's shares, of the same size where classes allow it.
 *Told* is the accuracy that `adapt` tells of what it returns. *Shares off* is the total variation of estimated shares
 from the true ones, by the model of `fr-shares`. Candidates are the untouched model, match-moments, AdaBN, FR and
-`fr-shares`. EMNIST is rebuilt, CIFAR-10-C regenerated.
+`fr-shares`. EMNIST is rebuilt, CIFAR-10-C regenerated. All rows are from before two rules of `auto`: no candidate for
+shares farther from home than any that were rehearsed, and candidates that force the shares of home have to be clearly
+better where others were found.
 """
 
 
