@@ -755,7 +755,9 @@ def judge_estimates(rows: Sequence[Row], data: str) -> Iterator[str]:
             line += f". Ranges without a number: {len(ranges)}; {sum(held)} contain the truth"
         yield line + "."
     chosen = [name_candidate(row["chosen"]) for row in own]
-    counts = ", ".join(f"{name} {chosen.count(name)}" for name in sorted(set(chosen), key=chosen.count, reverse=True))
+    counts = ", ".join(
+        f"{name} {chosen.count(name)}" for name in sorted(sorted(set(chosen)), key=chosen.count, reverse=True)
+    )
     yield f"`auto` took: {counts}."
     reasons = [reason for row in own for reason in row["after"]["reasons"]]
     kinds = {
