@@ -64,8 +64,8 @@ MUCH_CLOSER = 0.7
 """Slices, as a share of those of the untouched model, that a candidate must come below where no estimate holds: without
 a rehearsal, and where the untouched model is certain of other classes than home has."""
 FAR_SHARES = 0.2
-"""Distance of class shares from home, found by a candidate that leaves them free and mends the features, from which on
-candidates that force the shares of home have to be clearly better than the untouched model."""
+"""Distance of class shares from home. If a candidate with free shares mends the features and finds shares farther away,
+candidates that force the shares of home must be clearly better than the untouched model."""
 SIMPLER = 1.2
 """Without a rehearsal, the simplest candidate is kept whose slice divergence is within this factor of the lowest."""
 
@@ -505,8 +505,8 @@ def _finish_rehearsed(
             after = estimator.estimate(name, chosen.signals, size, chosen=True, distance=apart, reasons=reasons)
     before = tried[0].estimate
     assert before is not None
-    # The same model gets one estimate. The wider one counts: a model may have been kept because its own signals flatter
-    # it.
+    # A model that is kept has one estimate. Its signals may overstate its accuracy, which is why it was kept, so the
+    # wider interval counts.
     before = (
         after
         if name == UNTOUCHED
@@ -521,10 +521,10 @@ def _finish_rehearsed(
 
 
 def _find_forcing(task: Task, trials: Sequence[Trial], free: Reading | None) -> list[str]:
-    """Name the candidates that force the shares of home, if a candidate that leaves them free finds others.
+    """Return the names of candidates that force the shares of home, if there is a sign of other shares at the site.
 
-    Such a candidate counts only if it brings features much closer to home than any class shares would bring those of
-    the untouched model.
+    The sign is a candidate with free shares that finds shares far from home (`FAR_SHARES`) and brings the features much
+    closer to home than a change of class shares alone could.
 
     Args:
         task: The task.

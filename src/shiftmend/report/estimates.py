@@ -82,9 +82,7 @@ def _estimate(
         signals[name] = readings[name].signals
     samples = readings[UNTOUCHED].samples
     doubts = [OTHER_SAMPLES] if looks_like_selection(readings[UNTOUCHED], record) else []
-    # A model that was kept among several may have been kept because its own signals flatter it.
-    kept = name == UNTOUCHED and "chosen" in manifest
-    before = estimator.estimate(UNTOUCHED, signals[UNTOUCHED], samples, chosen=kept, reasons=doubts)
+    before = estimator.estimate(UNTOUCHED, signals[UNTOUCHED], samples, reasons=doubts)
     if result is None:
         return Estimates(before, None)
     if name == UNTOUCHED:

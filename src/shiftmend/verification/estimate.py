@@ -93,7 +93,7 @@ AS_CERTAIN = 0.02
 shares cost at most 0.014 on EMNIST and digits; devices that cost more than five points of accuracy, at least 0.03."""
 
 MAX_DISTANCE_RATIO = 1.1
-"""Distance between class shares, as a multiple of the largest one that was rehearsed, up to which estimates hold."""
+"""Largest distance of class shares from home at which estimates hold, as a multiple of the largest rehearsed one."""
 TOO_MUCH_OPEN = "the signals leave too much open"
 OTHER_WEIGHTS = "the weights of the model are not those that the profile was made with"
 
@@ -990,14 +990,19 @@ class Estimator:
         return self._tell(low, value, high)
 
     def check_distance(self, distance: float) -> str | None:
-        """Say so if class shares differ more from home than they ever did behind a rehearsed device.
+        """Return a reason if class shares are farther from home than behind any rehearsed device, and None otherwise.
 
-        A candidate that leaves class shares free may then have found wrong ones, with features that look as at home.
+        So far from home, a candidate with free class shares may find wrong shares and still bring the features home.
+
+        Args:
+            distance: Total variation between the class shares at the site and those of home.
         """
         farthest = self.record.find_farthest_shares()
         if farthest is None or distance <= MAX_DISTANCE_RATIO * farthest:
             return None
-        return f"class shares differ more than behind any rehearsed device ({distance:.2f}, up to {farthest:.2f})"
+        return (
+            f"class shares differ more from home than in the rehearsal ({distance:.2f}, rehearsed up to {farthest:.2f})"
+        )
 
     def _place_ends(self, value: float, half: float) -> tuple[float, float, float]:
         """Return lower end, value and upper end of an interval, as scores, from the scale of the maps."""
